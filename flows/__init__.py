@@ -1,0 +1,1 @@
+"""What runs, in what order; the command line is the composition root."""

@@ -1,0 +1,57 @@
+"""Flow of a run on the local driver: create or reopen, advance to the end, evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from islands.config import RunConfig
+from tasks import building, creating, evaluating
+from tasks.clockwork import Beat
+from tasks.local import Driver
+from tasks.local_state import restore_state
+from tasks.runs import Run
+
+Watch = Callable[[Beat], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: finished with a score, or stopped on request and resumable (`score` is None)."""
+
+    run: Run
+    score: evaluating.Score | None
+
+
+def train(config: RunConfig, run_id: str, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome:
+    """Create a run and train it to its end.
+
+    Raises:
+        ConfigError: something is wrong; nothing was created.
+    """
+    prepared = creating.prepare_run(config, run_id)
+    driver = _driver(creating.create_run(prepared, creating.attempts_of(prepared)), watch)
+    driver.start()
+    return _advance(driver, is_stopped)
+
+
+def resume(run: Run, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome:
+    """Go on with an interrupted run, bit for bit as if it had never stopped."""
+    creating.complete_run(run)
+    driver = _driver(run, watch)
+    if not restore_state(driver):
+        driver.start()
+    return _advance(driver, is_stopped)
+
+
+def _driver(run: Run, watch: Watch) -> Driver:
+    building.use_one_thread()
+    return Driver(run, lambda name: building.build_learner(run, name), watch, evaluating.evaluate)
+
+
+def _advance(driver: Driver, is_stopped: Callable[[], bool]) -> Outcome:
+    while driver.advance():
+        if is_stopped():
+            driver.save(reschedule=False)
+            return Outcome(driver.run, None)
+    return Outcome(driver.run, evaluating.evaluate(driver.run))

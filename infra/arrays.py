@@ -1,0 +1,351 @@
+"""Payloads: one-dimensional arrays in a zarr v3 group, with a manifest that vouches for every byte.
+
+Knows zarr's layout, chunk grids and checksums. It must not know fragments, codecs, headers or which arrays belong
+together. It is the only file that imports zarr, and it must not import torch.
+
+zarr works on a dictionary in memory, one chunk at a time; this module moves the bytes between that dictionary and the
+store. So every object passes through a `Store` verb in the caller's own thread: a store that stalls blocks its caller
+and not zarr's event loop, which all threads share.
+
+What zarr does not promise, the manifest does: zarr reads a missing chunk as fill values and does not checksum its own
+zarr.json. Each object's length and crc32c are therefore compared with the manifest before zarr sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import google_crc32c
+import numpy as np
+import zarr
+from zarr.abc.buffer import Buffer
+from zarr.buffer import cpu
+from zarr.codecs import BytesCodec, Crc32cCodec
+from zarr.storage import MemoryStore, StorePath
+
+from infra.store import Store
+from islands.types import DamagedObject, Manifest, StoredArray, StoredObject
+
+CHUNK_ELEMENTS = 4 * 2**20  # 16 MiB of float32
+_METADATA = "zarr.json"
+# By default zarr leaves out a chunk that holds nothing but the fill value: then absent would be a value.
+_CONFIG: Any = {"write_empty_chunks": True}
+
+Attributes = Mapping[str, Mapping[str, Any]]
+
+
+def chunk_length(length: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
+    """Return the elements in a chunk of an array: `chunk_elements`, or fewer where the chunks come out even.
+
+    The same for every dtype, so that arrays of one length are cut at the same places.
+
+    zarr stores the last chunk at full size, so a 17 MiB array in 16 MiB chunks would take 32 MiB. The fewest chunks
+    that fit are kept, and made equal to within 64 elements.
+    """
+    limit = max(1, chunk_elements)
+    num_chunks = max(1, -(-length // limit))
+    even = -(-length // num_chunks)
+    return min(limit, max(1, length), -(-even // 64) * 64 or 1)
+
+
+class ArrayWriter:
+    """Writes one payload into a folder nobody has written to, chunk by chunk, holding a few chunks at most.
+
+    A writer serves one thread at a time.
+    Nothing is committed by it: a payload counts once somebody publishes the manifest that `finish` returns.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        arrays: Mapping[str, tuple[str, int]],
+        *,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        attributes: Attributes | None = None,
+    ) -> None:
+        """Create the group's and the arrays' metadata.
+
+        Args:
+            store: where to write.
+            folder: the payload's folder, fresh.
+            arrays: name -> (numpy dtype name, length in elements). Names hold no "/".
+            chunk_elements: the most elements in a chunk.
+            attributes: array name -> JSON attributes to keep beside it, e.g. the true dtype of bfloat16.
+
+        Raises:
+            VersionTaken: the folder is in use.
+            StoreUnavailable: the store did not answer.
+        """
+        self._store = store
+        self._folder = folder
+        self._objects: dict[str, StoredObject] = {}
+        self._specs: dict[str, StoredArray] = {}
+        self._arrays: dict[str, zarr.Array[Any]] = {}
+        self._staged: dict[str, Buffer] = {}
+        self._put(_METADATA, _group_metadata())
+        for name, (dtype, length) in arrays.items():
+            if "/" in name:
+                raise ValueError(f"an array's name must hold no '/', got {name!r}")
+            spec = StoredArray(
+                name, np.dtype(dtype).name, length, chunk_length(length, chunk_elements)
+            )
+            blank, data = _blank_array(
+                spec.dtype, length, spec.chunk_length, json.dumps((attributes or {}).get(name, {}))
+            )
+            self._put(f"{name}/{_METADATA}", data)
+            self._specs[name] = spec
+            self._arrays[name] = _at(blank, StorePath(MemoryStore(self._staged), name))
+
+    def chunk_length(self, name: str) -> int:
+        """Return the elements in a chunk of an array: `write` wants multiples of it."""
+        return self._specs[name].chunk_length
+
+    def write(self, name: str, start: int, values: np.ndarray[Any, Any]) -> None:
+        """Write whole chunks of an array, in any order, each once.
+
+        Args:
+            name: the array.
+            start: the first element, a multiple of the array's chunk length.
+            values: one-dimensional, of the array's dtype; whole chunks, or up to the array's end.
+
+        Raises:
+            ValueError: `start`, the shape or the dtype breaks the rule above; nothing is written.
+            VersionTaken: a chunk has been written before.
+            StoreUnavailable: the store did not answer; earlier chunks of `values` may be written.
+        """
+        spec = self._specs[name]
+        stop = start + len(values)
+        if values.ndim != 1 or values.dtype != np.dtype(spec.dtype):
+            raise ValueError(f"{name}: wants {spec.dtype}[n], got {values.dtype}{values.shape}")
+        is_whole = start % spec.chunk_length == 0 and (
+            stop % spec.chunk_length == 0 or stop == spec.length
+        )
+        if start < 0 or stop > spec.length or not is_whole:
+            raise ValueError(
+                f"{name}: a part must be whole chunks of {spec.chunk_length} below {spec.length}, "
+                f"got [{start}, {stop})"
+            )
+        array = self._arrays[name]
+        for low in range(start, stop, spec.chunk_length):
+            high = min(low + spec.chunk_length, stop)
+            array[low:high] = values[low - start : high - start]
+            chunk = f"{name}/c/{low // spec.chunk_length}"
+            self._put(chunk, self._staged.pop(chunk).to_bytes())
+
+    def finish(self) -> Manifest:
+        """Make the payload durable and return its manifest.
+
+        Raises:
+            ValueError: a chunk has not been written.
+            StoreUnavailable: the store did not answer.
+        """
+        for spec in self._specs.values():
+            for name in _chunk_names(spec, 0, spec.length):
+                if name not in self._objects:
+                    raise ValueError(f"{self._folder}/{name} has not been written")
+        self._store.sync(self._folder)
+        objects = sorted(self._objects.values(), key=lambda item: item.name)
+        return Manifest(self._folder, tuple(self._specs.values()), tuple(objects))
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._store.create(f"{self._folder}/{name}", data, sync=False)
+        self._objects[name] = StoredObject(name, len(data), google_crc32c.value(data))
+
+
+def write_arrays(
+    store: Store,
+    folder: str,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    *,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    attributes: Attributes | None = None,
+) -> Manifest:
+    """Write whole arrays as one payload, durably; see `ArrayWriter` for arguments and errors.
+
+    Raises:
+        ValueError: an array has more or less than one dimension.
+    """
+    for name, values in arrays.items():
+        if values.ndim != 1:
+            raise ValueError(f"{name}: an array must have one dimension, got {values.shape}")
+    specs = {name: (values.dtype.name, len(values)) for name, values in arrays.items()}
+    writer = ArrayWriter(store, folder, specs, chunk_elements=chunk_elements, attributes=attributes)
+    for name, values in arrays.items():
+        writer.write(name, 0, values)
+    return writer.finish()
+
+
+class ArrayReader:
+    """Reads a payload by its manifest. Every object is compared with the manifest before it is used.
+
+    The manifest may come from a party that errs: its wrong claims raise DamagedObject. Only lengths must be compared by
+    the caller with what they ought to be, before memory is spent on them. A reader serves one thread at a time.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        """Remember where the payload lies. Reads nothing yet."""
+        self._store = store
+        self._folder = manifest.folder
+        self._specs = {spec.name: spec for spec in manifest.arrays}
+        self._objects = {item.name: item for item in manifest.objects}
+        self._staged: dict[str, Buffer] = {}
+        self._arrays: dict[str, zarr.Array[Any]] = {}
+
+    def chunk_length(self, name: str) -> int:
+        """Return the elements in a chunk of an array.
+
+        Raises:
+            DamagedObject: the manifest has no such array.
+        """
+        return self._spec(name).chunk_length
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray[Any, Any]:
+        """Return a copy of the elements [start, stop) of an array; fetches only the chunks they lie in.
+
+        Raises:
+            DamagedObject: an object is missing, or is not what the manifest says.
+            StoreUnavailable: the store did not answer.
+            ValueError: [start, stop) is not a part of the array.
+        """
+        spec = self._spec(name)
+        stop = spec.length if stop is None else stop
+        if not 0 <= start <= stop <= spec.length:
+            raise ValueError(f"{name}: no part [{start}, {stop}) in {spec.length} elements")
+        array = self._open(spec)
+        values = np.empty(stop - start, dtype=spec.dtype)
+        for chunk in _chunk_names(spec, start, stop):
+            index = int(chunk.rpartition("/")[2])
+            low = max(start, index * spec.chunk_length)
+            high = min(stop, (index + 1) * spec.chunk_length)
+            self._staged[chunk] = cpu.Buffer.from_bytes(self._fetch(chunk))
+            try:
+                values[low - start : high - start] = array[low:high]
+            except (ValueError, TypeError, IndexError) as exc:
+                raise DamagedObject(f"{self._folder}/{chunk}", f"cannot be decoded: {exc}") from exc
+            finally:
+                del self._staged[chunk]
+        return values
+
+    def _spec(self, name: str) -> StoredArray:
+        spec = self._specs.get(name)
+        if spec is None or not _is_sound(spec):
+            raise DamagedObject(f"{self._folder}/{name}", f"the manifest describes it as {spec}")
+        return spec
+
+    def _open(self, spec: StoredArray) -> zarr.Array[Any]:
+        """Return the array that the manifest describes, after checking that zarr.json agrees.
+
+        zarr does not parse that zarr.json: it could name any codec, and fail in any way.
+        """
+        if spec.name in self._arrays:
+            return self._arrays[spec.name]
+        metadata = f"{spec.name}/{_METADATA}"
+        data = self._fetch(metadata)
+        array, wanted = _blank_array(spec.dtype, spec.length, spec.chunk_length, "{}")
+        if not _agree(data, wanted):
+            raise DamagedObject(f"{self._folder}/{metadata}", f"does not describe {spec}")
+        self._arrays[spec.name] = _at(array, StorePath(MemoryStore(self._staged), spec.name))
+        return self._arrays[spec.name]
+
+    def _fetch(self, name: str) -> bytes:
+        item = self._objects.get(name)
+        if item is None:
+            raise DamagedObject(f"{self._folder}/{name}", "is not in the manifest")
+        return _read_checked(self._store, self._folder, item)
+
+
+def check_payload(store: Store, manifest: Manifest) -> list[str]:
+    """Compare every object of a payload with its manifest, holding one at a time.
+
+    Returns:
+        The full names of objects in the payload's folder that the manifest does not name, sorted.
+
+    Raises:
+        DamagedObject: the first object that is missing or altered.
+        StoreUnavailable: the store did not answer.
+    """
+    for item in manifest.objects:
+        _read_checked(store, manifest.folder, item)
+    known = {f"{manifest.folder}/{item.name}" for item in manifest.objects}
+    return [name for name in store.list_names(manifest.folder) if name not in known]
+
+
+@lru_cache(maxsize=1)
+def _group_metadata() -> bytes:
+    staged: dict[str, Buffer] = {}
+    zarr.create_group(MemoryStore(staged), zarr_format=3)
+    return staged[_METADATA].to_bytes()
+
+
+@lru_cache(maxsize=1024)
+def _blank_array(
+    dtype: str, length: int, chunk_length: int, attributes: str
+) -> tuple[zarr.Array[Any], bytes]:
+    """Return an array without chunks, and its zarr.json. Kept, since a run's payloads are alike in every round."""
+    staged: dict[str, Buffer] = {}
+    array = zarr.create_array(
+        MemoryStore(staged),
+        shape=(length,),
+        chunks=(chunk_length,),
+        dtype=dtype,
+        filters=None,
+        compressors=[Crc32cCodec()],
+        serializer=BytesCodec(endian="little"),
+        # For readers other than ours: a missing chunk must not look like zeros.
+        fill_value=np.nan if dtype.startswith("float") else 0,
+        attributes=json.loads(attributes),
+        zarr_format=3,
+        config=_CONFIG,
+    )
+    return array, staged[_METADATA].to_bytes()
+
+
+def _at(array: zarr.Array[Any], place: StorePath) -> zarr.Array[Any]:
+    """Return the same array in another place."""
+    return zarr.Array(zarr.AsyncArray(metadata=array.metadata, store_path=place, config=_CONFIG))
+
+
+def _is_sound(spec: StoredArray) -> bool:
+    try:
+        dtype = np.dtype(spec.dtype)
+        is_plain = dtype.name == spec.dtype and dtype.kind in "iuf"
+        return is_plain and spec.length >= 0 and spec.chunk_length >= 1
+    except TypeError:  # no dtype, or no numbers
+        return False
+
+
+def _agree(found: bytes, wanted: bytes) -> bool:
+    """Say whether two zarr.json describe the same values on the same grid."""
+    try:
+        one, other = json.loads(found), json.loads(wanted)
+        return all(one[key] == other[key] for key in ("data_type", "shape", "chunk_grid"))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+def _chunk_names(spec: StoredArray, start: int, stop: int) -> list[str]:
+    """Return the objects, relative to the payload's folder, that hold the elements [start, stop)."""
+    if start == stop:
+        return []
+    first, last = start // spec.chunk_length, (stop - 1) // spec.chunk_length
+    return [f"{spec.name}/c/{index}" for index in range(first, last + 1)]
+
+
+def _read_checked(store: Store, folder: str, item: StoredObject) -> bytes:
+    name = f"{folder}/{item.name}"
+    try:
+        data = store.read(name)
+    except ValueError as exc:
+        raise DamagedObject(name, f"no object can have this name: {exc}") from exc
+    if data is None:
+        raise DamagedObject(name, "is missing")
+    if len(data) != item.num_bytes:
+        raise DamagedObject(name, f"has {len(data)} bytes, committed were {item.num_bytes}")
+    checksum = cast(int, google_crc32c.value(data))
+    if checksum != item.crc32c:
+        raise DamagedObject(name, f"has crc32c {checksum:08x}, committed was {item.crc32c:08x}")
+    return data

@@ -1,0 +1,1 @@
+"""The algorithm: pure functions over arrays, records and an explicit `now`."""

@@ -1,0 +1,262 @@
+"""Contributions: what a header says, whether it counts, and what a commit keeps of it.
+
+Knows headers, positions and the lineage of one fragment; must not know arrays or a store. Every verdict is a pure
+function of header and lineage, so the sender, the synchronizer and `verify` come to the same one.
+
+The synchronizer's side of the ledger: a contribution says how many tokens its learner had offered before it
+(`offered_before`) and how many it covers. Merging it moves that learner's mark to their sum; what lies between the old
+mark and `offered_before` was offered but will never be merged (late, refused, superseded or dropped unsent). So
+
+    offered up to the mark = merged + passed over
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from islands import names
+from islands.ledger import LearnerRecord, record_from_json
+from islands.merging import token_weight
+from islands.types import Manifest, Position, manifest_from_json
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A header: one learner's delta of one fragment over one interval of its own steps.
+
+    Attributes:
+        base_version, base_digest: the version it is measured from.
+        start, stop: it covers (start, stop]: from the adoption of the base to the copy.
+        num_tokens, num_steps: trained in the interval.
+        offered_before: tokens of this fragment the learner had offered in earlier intervals.
+        norms: Euclidean norm of each tensor's delta, as decoded, in layout order.
+        step_seconds: this learner's seconds per inner step, 0 while unknown.
+        layout: digest of the fragment's layout.
+        codec: how the payload's array "delta" is coded.
+        payload: where the bytes are.
+        record: the learner's account at the time of writing.
+    """
+
+    learner: str
+    fragment: int
+    base_version: int
+    base_digest: str
+    start: Position
+    stop: Position
+    num_tokens: int
+    num_steps: int
+    offered_before: int
+    norms: tuple[float, ...]
+    step_seconds: float
+    layout: str
+    codec: str
+    payload: Manifest
+    record: LearnerRecord
+
+    @property
+    def name(self) -> str:
+        return names.contribution(names.ContributionKey(self.fragment, self.learner, self.base_version, self.stop))
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of the whole delta."""
+        return math.sqrt(math.fsum(n * n for n in self.norms))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "payload": self.payload.to_json()}
+
+
+def contribution_from_json(value: Mapping[str, Any]) -> Contribution:
+    """Return the contribution that `Contribution.to_json` wrote."""
+    parsed = {
+        "start": Position(*value["start"]),
+        "stop": Position(*value["stop"]),
+        "norms": tuple(value["norms"]),
+        "payload": manifest_from_json(value["payload"]),
+        "record": record_from_json(value["record"]),
+    }
+    return Contribution(**{**value, **parsed})
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What the synchronizer has done with one learner's tokens of one fragment, up to a version.
+
+    `consumed_to`: end of the last merged interval. `offered`: the mark, = merged + passed_over. `refused` maps a
+    reason to (contributions, tokens); refused tokens are also passed over, or still beyond the mark.
+    """
+
+    consumed_to: Position = Position(-1, 0)
+    offered: int = 0
+    merged: int = 0
+    merges: int = 0
+    step_seconds: float = 0.0
+    last_version: int = 0
+    refused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def passed_over(self) -> int:
+        return self.offered - self.merged
+
+
+def tally_from_json(value: Mapping[str, Any]) -> Tally:
+    """Return the tally that `dataclasses.asdict` wrote."""
+    refused = {reason: (counts[0], counts[1]) for reason, counts in value["refused"].items()}
+    return Tally(**{**value, "consumed_to": Position(*value["consumed_to"]), "refused": refused})
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """A merged contribution as its version remembers it: enough to check it, and to replay the merge."""
+
+    name: str
+    digest: str
+    learner: str
+    start: Position
+    stop: Position
+    num_tokens: int
+    num_steps: int
+    offered_before: int
+    staleness: int
+    weight: float
+    norm: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A refused contribution as a version remembers it. `num_tokens` as announced."""
+
+    name: str
+    digest: str
+    learner: str
+    reason: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What a verdict on a contribution to one fragment depends on.
+
+    Attributes:
+        head_version: the fragment's newest version.
+        digests: version -> digest of its commit, for the head and as many before it as may still be a base.
+        tallies: learner -> what was done so far.
+        incarnations: learner -> its newest incarnation.
+        listed: names of contributions of older incarnations that stay acceptable.
+        layout, codec, num_tensors: what a contribution must agree with.
+        max_staleness: versions a base may lie behind the head.
+        norm_limit: a delta longer than this is refused; infinity while nothing is known.
+        is_finished: the run has ended.
+    """
+
+    head_version: int
+    digests: Mapping[int, str]
+    tallies: Mapping[str, Tally]
+    incarnations: Mapping[str, int]
+    listed: frozenset[str]
+    layout: str
+    codec: str
+    num_tensors: int
+    max_staleness: int
+    norm_limit: float = math.inf
+    is_finished: bool = False
+
+
+def judge(offer: Contribution, lineage: Lineage) -> str | None:
+    """Return why a contribution may not be merged, or None if it may.
+
+    Reasons, first match wins: "finished", "unknown" (no such learner), "layout", "tokens" (none, negative, or an
+    interval that runs backwards), "non-finite", "fenced" (of an incarnation that has a successor), "future" (its base
+    is ahead of the head), "stale", "lineage" (its base is no version of this run), "overlap" (part of its interval is
+    merged already: a replay, a duplicate, or work that would count twice), "outsized".
+    """
+    head, base = lineage.head_version, offer.base_version
+    tally = lineage.tallies.get(offer.learner, Tally())
+    newest = lineage.incarnations.get(offer.learner, -1)
+    is_fenced = offer.stop.incarnation < newest and offer.name not in lineage.listed
+    is_sound = all(map(math.isfinite, offer.norms)) and math.isfinite(offer.step_seconds)
+    agrees = (offer.layout, offer.codec, len(offer.norms)) == (lineage.layout, lineage.codec, lineage.num_tensors)
+    broken = {
+        "finished": lineage.is_finished,
+        "unknown": newest < 0,
+        "layout": not agrees,
+        "tokens": min(offer.num_tokens, offer.num_steps) <= 0 or offer.offered_before < 0 or offer.start >= offer.stop,
+        "non-finite": not is_sound,
+        "fenced": is_fenced,
+        "future": base > head or offer.stop.incarnation > newest,
+        "stale": head - base > lineage.max_staleness,
+        "lineage": base <= head and lineage.digests.get(base) != offer.base_digest,
+        "overlap": offer.start < tally.consumed_to or offer.offered_before < tally.offered,
+        "outsized": offer.norm > lineage.norm_limit,
+    }
+    return next((reason for reason, is_broken in broken.items() if is_broken), None)
+
+
+def consume(offer: Contribution, digest: str, head_version: int) -> Consumed:
+    """Return what a version made on `head_version` remembers of a contribution whose header has this digest."""
+    return Consumed(
+        name=offer.name,
+        digest=digest,
+        learner=offer.learner,
+        start=offer.start,
+        stop=offer.stop,
+        num_tokens=offer.num_tokens,
+        num_steps=offer.num_steps,
+        offered_before=offer.offered_before,
+        staleness=head_version - offer.base_version,
+        weight=merge_weight(offer, head_version),
+        norm=offer.norm,
+        step_seconds=offer.step_seconds,
+    )
+
+
+def newest_per_learner(offers: Sequence[Contribution]) -> dict[str, Contribution]:
+    """Return the acceptable contribution that reaches furthest, per learner, ordered by learner name."""
+    best: dict[str, Contribution] = {}
+    for offer in sorted(offers, key=lambda o: (o.learner, o.stop, o.base_version)):
+        best[offer.learner] = offer
+    return best
+
+
+def merge_weight(offer: Contribution, head_version: int) -> float:
+    """Return the token weight, discounted by 1 / (1 + staleness)."""
+    staleness = head_version - offer.base_version
+    return token_weight(offer.num_tokens, offer.num_steps) / (1 + staleness)
+
+
+def after_merge(
+    tallies: Mapping[str, Tally], consumed: Sequence[Consumed], refused: Sequence[Verdict], *, version: int
+) -> dict[str, Tally]:
+    """Return the tallies of `version`: its parent's, moved on by what it consumed and refused; ordered by name."""
+    result = dict(tallies)
+    for entry in consumed:
+        old = result.get(entry.learner, Tally())
+        result[entry.learner] = replace(
+            old,
+            consumed_to=entry.stop,
+            offered=entry.offered_before + entry.num_tokens,
+            merged=old.merged + entry.num_tokens,
+            merges=old.merges + 1,
+            step_seconds=entry.step_seconds or old.step_seconds,
+            last_version=version,
+        )
+    for verdict in refused:
+        old = result.get(verdict.learner, Tally())
+        count, tokens = old.refused.get(verdict.reason, (0, 0))
+        counted = {**old.refused, verdict.reason: (count + 1, tokens + max(0, verdict.num_tokens))}
+        result[verdict.learner] = replace(old, refused=counted)
+    return dict(sorted(result.items()))
+
+
+def running_median(previous: float, norms: Sequence[float]) -> float:
+    """Return a running estimate of the median norm: moved half-way to this round's median; 0 means unknown."""
+    if not norms:
+        return previous
+    ordered = sorted(norms)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return median if previous <= 0 else 0.5 * (previous + median)

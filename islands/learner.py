@@ -1,0 +1,325 @@
+"""The learner: inner steps on one model, private copies of fragments to push, adoption of published ones.
+
+Updates the model and the optimizer in place. Knows torch, layouts and the ledger; must not know a store, a network or
+a clock: whoever drives it moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from islands import ledger
+from islands.fragments import first_push_steps
+from islands.ledger import FragmentClock, LearnerRecord
+from islands.schedule import Schedule, learning_rate_at
+from islands.types import FragmentLayout, FragmentMismatch, Position
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A private copy of one fragment at a step boundary, and what it covers: the raw material of a contribution.
+
+    `anchor` and `local`: (elements,) float32; both are never written to again.
+    """
+
+    fragment: int
+    anchor: Vector
+    local: Vector
+    base_version: int
+    base_digest: str
+    start: Position
+    stop: Position
+    num_tokens: int
+    num_steps: int
+    offered_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A published version as a learner adopts it: the exact decoded public values, (elements,) float32."""
+
+    version: int
+    digest: str
+    values: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """Everything a checkpoint must hold. Arrays are private copies.
+
+    `values`, `first`, `second`: per fragment, parameters and AdamW moments, (elements,) float32. `tensor_steps`: the
+    optimizer's step count per fragment and tensor, 0 where it has no state yet.
+    """
+
+    record: LearnerRecord
+    values: tuple[Vector, ...]
+    first: tuple[Vector, ...]
+    second: tuple[Vector, ...]
+    tensor_steps: tuple[tuple[int, ...], ...]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are exchanged, name -> parameter; a tied weight once, under its first name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def embedding_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of embeddings, which are merged by weighted mean: `nn.Embedding` weights and `*_embedding`."""
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return frozenset(
+        name
+        for name, parameter in trainable(model).items()
+        if id(parameter) in weights or name.endswith("_embedding")
+    )
+
+
+def flatten(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Vector:
+    """Return the fragment's values as a new float32 vector in layout order."""
+    vector = np.empty(layout.size, dtype=np.float32)
+    for spec in layout.tensors:
+        values = parameters[spec.name].detach()
+        if tuple(values.shape) != spec.shape:
+            raise FragmentMismatch(f"{spec.name} has shape {tuple(values.shape)}, the layout says {spec.shape}")
+        vector[spec.offset : spec.stop] = values.to("cpu", torch.float32).reshape(-1).numpy()
+    return vector
+
+
+def unflatten(layout: FragmentLayout, vector: Vector, parameters: Mapping[str, Tensor]) -> None:
+    """Write a fragment's vector into the parameters, in place."""
+    if vector.shape != (layout.size,):
+        raise FragmentMismatch(f"fragment {layout.index} has {layout.size} elements, got shape {vector.shape}")
+    with torch.no_grad():
+        for spec in layout.tensors:
+            piece = torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape)
+            parameters[spec.name].copy_(piece)
+
+
+class Learner:
+    """One training replica: model, optimizer, anchors and ledger; one thread at a time.
+
+    Args:
+        name: the learner's name.
+        model: trained in place.
+        optimizer: over `trainable(model)`; its learning rate is set before each step.
+        loss: batch -> scalar loss; a batch is whatever `step` is given.
+        layouts: the fragments.
+        schedule: learning rate over own tokens.
+        clip_norm: gradient norm limit; infinity for none.
+        period_steps: H.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any], Tensor],
+        *,
+        layouts: Sequence[FragmentLayout],
+        schedule: Schedule,
+        clip_norm: float,
+        period_steps: int,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.optimizer = optimizer
+        self.layouts = tuple(layouts)
+        self.period_steps = period_steps
+        self.position = Position(0, 0)
+        self.trained = 0
+        self.cursor = 0
+        self._loss = loss
+        self._schedule = schedule
+        self._clip_norm = clip_norm
+        self._parameters = trainable(model)
+        self._anchors: list[Vector] = [np.empty(0, dtype=np.float32)] * len(self.layouts)
+        self._clocks: list[FragmentClock] = []
+
+    # --- beginning ---
+
+    def begin(self, bases: Sequence[Base], *, incarnation: int) -> None:
+        """Start from published versions alone: no moments, nothing trained."""
+        self.position = Position(incarnation, 0)
+        self._clocks = [
+            FragmentClock(base.version, base.digest, self.position, self._first_push(p)) for p, base in enumerate(bases)
+        ]
+        for p, base in enumerate(bases):
+            self._anchors[p] = base.values
+            unflatten(self.layouts[p], base.values, self._parameters)
+
+    def restore(self, state: LearnerState, anchors: Sequence[Vector]) -> None:
+        """Go on exactly where `state` was taken; `anchors` are the bases its clocks name."""
+        self._load(state)
+        record = state.record
+        self.position, self.trained, self.cursor = record.position, record.trained, record.cursor
+        self._clocks = list(state.record.clocks)
+        self._anchors = list(anchors)
+
+    def come_back(
+        self, state: LearnerState | None, last: LearnerRecord, heads: Sequence[Base], *, incarnation: int
+    ) -> None:
+        """Start the next incarnation from a checkpoint, the predecessors' last link and the heads.
+
+        Parameters and moments come from the checkpoint (without one, from the heads, and moments start at zero); the
+        account comes from `last`. A fragment keeps the checkpoint's progress where nothing has happened to it since;
+        otherwise its head is adopted. Cursor and learning-rate clock go on from `last`, so no sample that may have
+        been merged is seen again.
+        """
+        if state is not None:
+            self._load(state)
+        self.position = Position(incarnation, last.position.step)
+        self.trained, self.cursor = last.trained, last.cursor
+        self._clocks = []
+        for p, (newest, head) in enumerate(zip(last.clocks, heads, strict=True)):
+            saved = newest if state is None else state.record.clocks[p]
+            keeps = state is not None and ledger.can_keep_progress(saved, newest, head.version)
+            self._clocks.append(ledger.after_return(saved, newest, self.position, keeps=keeps))
+            self._anchors[p] = head.values
+            if not keeps:
+                self.adopt(p, head, alpha=0.0, next_push_steps=self._first_push(p))
+
+    # --- training ---
+
+    def step(self, batch: Any, *, num_tokens: int, num_samples: int) -> float:
+        """Take one inner step and return its loss. Counts the tokens only once the step is done."""
+        rate = learning_rate_at(self.trained, self._schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._clip_norm != float("inf"):
+            nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_norm)
+        self.optimizer.step()
+        self.position = Position(self.position.incarnation, self.position.step + 1)
+        self.trained += num_tokens
+        self.cursor += num_samples
+        self._clocks = [ledger.after_step(clock, num_tokens) for clock in self._clocks]
+        return float(loss.detach())
+
+    # --- exchange ---
+
+    def clock(self, fragment: int) -> FragmentClock:
+        """Return the account of one fragment."""
+        return self._clocks[fragment]
+
+    def due(self) -> list[int]:
+        """Return the fragments whose next push is due by the adoption beat."""
+        return [p for p, clock in enumerate(self._clocks) if clock.steps_to_push <= 0 and clock.open_tokens > 0]
+
+    def copy(self, fragment: int, *, next_push_steps: int) -> Copy:
+        """Return a private copy of a fragment for pushing, and enter it into the ledger."""
+        clock = self._clocks[fragment]
+        self._clocks[fragment] = ledger.after_copy(clock, self.position, next_push_steps=next_push_steps)
+        return Copy(
+            fragment=fragment,
+            anchor=self._anchors[fragment],
+            local=flatten(self.layouts[fragment], self._parameters),
+            base_version=clock.base_version,
+            base_digest=clock.base_digest,
+            start=clock.start,
+            stop=self.position,
+            num_tokens=clock.open_tokens,
+            num_steps=clock.open_steps,
+            offered_before=clock.offered,
+        )
+
+    def adopt(self, fragment: int, base: Base, *, alpha: float, next_push_steps: int) -> None:
+        """Take over a published version: (1 - alpha) published + alpha local. Moments and learning rate stay."""
+        layout = self.layouts[fragment]
+        values = base.values
+        if alpha > 0:
+            local = flatten(layout, self._parameters)
+            values = np.float32(1 - alpha) * base.values + np.float32(alpha) * local
+        unflatten(layout, values, self._parameters)
+        self._anchors[fragment] = base.values
+        self._clocks[fragment] = ledger.after_adoption(
+            self._clocks[fragment],
+            self.position,
+            version=base.version,
+            digest=base.digest,
+            keeps_local=alpha > 0,
+            next_push_steps=next_push_steps,
+        )
+
+    def count_replaced(self, fragment: int, num_tokens: int) -> None:
+        """Enter that a copy of an earlier interval was dropped unsent."""
+        self._clocks[fragment] = ledger.after_replacement(self._clocks[fragment], num_tokens)
+
+    # --- what is written down ---
+
+    def record(self, previous: str) -> LearnerRecord:
+        """Return the account as it stands, as the link after `previous`."""
+        return LearnerRecord(self.name, self.position, self.trained, self.cursor, tuple(self._clocks), previous)
+
+    def state(self, previous: str) -> LearnerState:
+        """Return private copies of everything needed to go on from here."""
+        first, second, steps = [], [], []
+        for layout in self.layouts:
+            moments = self._moments(layout)
+            first.append(moments[0])
+            second.append(moments[1])
+            steps.append(moments[2])
+        values = tuple(flatten(layout, self._parameters) for layout in self.layouts)
+        return LearnerState(self.record(previous), values, tuple(first), tuple(second), tuple(steps))
+
+    def local_values(self, fragment: int) -> Vector:
+        """Return a copy of the fragment's present local values."""
+        return flatten(self.layouts[fragment], self._parameters)
+
+    def _first_push(self, fragment: int) -> int:
+        return first_push_steps(fragment, period_steps=self.period_steps, num_fragments=len(self.layouts))
+
+    def _moments(self, layout: FragmentLayout) -> tuple[Vector, Vector, tuple[int, ...]]:
+        first, second = np.zeros(layout.size, np.float32), np.zeros(layout.size, np.float32)
+        steps = []
+        for spec in layout.tensors:
+            # A parameter that no loss has reached yet has no state: that is remembered as step 0.
+            state = self.optimizer.state.get(self._parameters[spec.name], {})
+            if "exp_avg" in state:
+                first[spec.offset : spec.stop] = state["exp_avg"].to("cpu").reshape(-1).numpy()
+                second[spec.offset : spec.stop] = state["exp_avg_sq"].to("cpu").reshape(-1).numpy()
+            steps.append(int(state["step"]) if "step" in state else 0)
+        return first, second, tuple(steps)
+
+    def _load(self, state: LearnerState) -> None:
+        """Fill parameters and moments. State is made, not filled in: a fresh optimizer has no slots yet."""
+        for p, layout in enumerate(self.layouts):
+            unflatten(layout, state.values[p], self._parameters)
+            for spec, num_steps in zip(layout.tensors, state.tensor_steps[p], strict=True):
+                parameter = self._parameters[spec.name]
+                if not num_steps:
+                    self.optimizer.state.pop(parameter, None)
+                    continue
+                pieces = (vector[spec.offset : spec.stop].copy() for vector in (state.first[p], state.second[p]))
+                first, second = (
+                    torch.from_numpy(piece).reshape(spec.shape).to(parameter.device, parameter.dtype) for piece in pieces
+                )
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(num_steps), dtype=torch.float32),
+                    "exp_avg": first,
+                    "exp_avg_sq": second,
+                }
+
+
+def adamw(
+    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW over the trainable parameters; vectors and scalars (norm gains, biases) are not decayed."""
+    parameters = list(trainable(model).values())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, fused=True
+    )

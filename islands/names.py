@@ -1,0 +1,128 @@
+"""The names of a run's objects, and back: who writes what, where.
+
+Knows strings; must not know a store. Numbers are compared as numbers: a name that outgrows its padding still sorts
+right, because order is always taken from the parsed value.
+
+    run.json                                            what the run is
+    inbox/f0003/<learner>/<base>-<incarnation>-<step>.json   header of a contribution
+    versions/f0003/v00000017.json                       commit of a version
+    snapshots/<n>.json                                  one version of every fragment
+    learners/<learner>/<incarnation>.json, left.json    who trains since when; who has left
+    checkpoints/<learner>/<incarnation>-<step>.json     commit of a checkpoint
+    synchronizers/<n>.json                              who merges since when
+    advisories/f0003/<version>-<n>.json                 a round that could commit nothing, and why
+    changes/<n>.json, stops/<n>.json, finished.json     later settings, requested stops, the end
+    driver/<n>.json                                     the local driver's clock and queue
+    payloads/<name of the header>/<attempt>/            zarr groups
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from islands.types import Position
+
+RUN = "run.json"
+FINISHED = "finished.json"
+_CONTRIBUTION = re.compile(r"inbox/f(\d+)/([^/]+)/(\d+)-(\d+)-(\d+)\.json")
+_VERSION = re.compile(r"versions/f(\d+)/v(\d+)\.json")
+_CHECKPOINT = re.compile(r"checkpoints/([^/]+)/(\d+)-(\d+)\.json")
+_NUMBERED = re.compile(r"(?:.*/)?(\d+)\.json")
+
+
+class ContributionKey(NamedTuple):
+    """What a contribution's name says: whose work, on which base, up to which position."""
+
+    fragment: int
+    learner: str
+    base_version: int
+    stop: Position
+
+
+def contribution(key: ContributionKey) -> str:
+    """Return the header's name."""
+    place = f"{key.base_version}-{key.stop.incarnation}-{key.stop.step}"
+    return f"inbox/f{key.fragment:04d}/{key.learner}/{place}.json"
+
+
+def parse_contribution(name: str) -> ContributionKey | None:
+    """Return what the name says, or None if it is no contribution's."""
+    match = _CONTRIBUTION.fullmatch(name)
+    if not match:
+        return None
+    fragment, learner, base, incarnation, step = match.groups()
+    return ContributionKey(int(fragment), learner, int(base), Position(int(incarnation), int(step)))
+
+
+def version(fragment: int, number: int) -> str:
+    """Return the commit's name."""
+    return f"versions/f{fragment:04d}/v{number:08d}.json"
+
+
+def parse_version(name: str) -> tuple[int, int] | None:
+    """Return (fragment, version), or None if it is no version's name."""
+    match = _VERSION.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def checkpoint(learner: str, position: Position) -> str:
+    """Return the checkpoint's name."""
+    return f"checkpoints/{learner}/{position.incarnation}-{position.step}.json"
+
+
+def parse_checkpoint(name: str) -> tuple[str, Position] | None:
+    """Return (learner, position), or None if it is no checkpoint's name."""
+    match = _CHECKPOINT.fullmatch(name)
+    return (match[1], Position(int(match[2]), int(match[3]))) if match else None
+
+
+def incarnation(learner: str, number: int) -> str:
+    """Return the name of an incarnation's record."""
+    return f"learners/{learner}/{number}.json"
+
+
+def left(learner: str) -> str:
+    """Return the name of a learner's final record."""
+    return f"learners/{learner}/left.json"
+
+
+def snapshot(number: int) -> str:
+    """Return a snapshot's name."""
+    return f"snapshots/{number}.json"
+
+
+def numbered(folder: str, number: int) -> str:
+    """Return the name of the `number`-th object of a folder that counts: synchronizers, stops, changes, driver."""
+    return f"{folder}/{number}.json"
+
+
+def advisory(fragment: int, version: int, number: int) -> str:
+    """Return the name of the note on a round that could commit nothing."""
+    return f"advisories/f{fragment:04d}/{version}-{number}.json"
+
+
+def number_of(name: str) -> int | None:
+    """Return n of `folder/n.json`, or None."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def payload_folder(header: str, attempt: str) -> str:
+    """Return the folder of one attempt at the payload that `header` commits."""
+    return f"payloads/{header.removesuffix('.json')}/{attempt}"
+
+
+def header_of_payload(name: str) -> tuple[str, str] | None:
+    """Return (header name, attempt folder) of an object below payloads/, or None.
+
+    Attempts are named without a slash, and array names too: payloads/<header>/<attempt>/<array>/... ; the attempt is
+    the path part that starts with "a-".
+    """
+    parts = name.split("/")
+    if parts[0] != "payloads":
+        return None
+    for i in range(2, len(parts)):
+        if parts[i].startswith("a-"):
+            return "/".join(parts[1:i]) + ".json", "/".join(parts[: i + 1])
+    return None

@@ -1,0 +1,115 @@
+"""What may be deleted, by rule: a pure function of names and a few facts. `verify` demands exactly the rest.
+
+Knows names and positions; must not know a store. Nothing is deleted unless a rule names it:
+
+    contribution   consumed at least two versions behind the head, or too old to ever count
+    attempts       beside a commit; or of a learner, older than its newer committed push of that fragment
+    version        the bytes of one behind head - 1 that no kept snapshot and no newest checkpoint names (commits stay)
+    snapshot       beyond the newest three and the best of each suite
+    checkpoint     older than its learner's newest two
+    advisory       on a version at least two behind the head
+    driver         older than the newest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from islands import names
+from islands.types import Position
+
+KEPT_SNAPSHOTS = 3
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the rules depend on.
+
+    Attributes:
+        heads: newest version of each fragment.
+        settled: per fragment, learner -> end of the last interval consumed two versions behind the head.
+        kept_versions: (fragment, version) whose bytes somebody may still read.
+        folders: header -> folder of the attempt it committed, where there is more than one attempt.
+        kept_snapshots: numbers of the snapshots to keep.
+        max_staleness: versions a contribution's base may lie behind the head.
+    """
+
+    heads: Sequence[int]
+    settled: Sequence[Mapping[str, Position]]
+    kept_versions: frozenset[tuple[int, int]]
+    folders: Mapping[str, str]
+    kept_snapshots: frozenset[int]
+    max_staleness: int
+
+
+def collectable(all_names: Iterable[str], facts: Facts) -> list[str]:
+    """Return the names that may be deleted, in the order in which to delete: headers before their payloads."""
+    present = list(all_names)
+    headers = {name for name in present if not name.startswith("payloads/")}
+    newest = _newest_pushes(present)
+    old_checkpoints = frozenset(_old_checkpoints(present))
+    newest_driver = max((names.number_of(n) or 0 for n in present if n.startswith("driver/")), default=0)
+
+    def is_dead(header: str) -> bool:
+        if (contribution := names.parse_contribution(header)) is not None:
+            return is_settled(contribution, facts)
+        if header.startswith("snapshots/"):
+            return names.number_of(header) not in facts.kept_snapshots
+        if header.startswith("driver/"):
+            return (names.number_of(header) or 0) < newest_driver
+        if header.startswith("advisories/"):
+            folder, _, last = header.rpartition("/")
+            return int(last.split("-")[0]) <= facts.heads[int(folder[-4:])] - 2
+        return header in old_checkpoints
+
+    def is_dead_payload(name: str) -> bool:
+        found = names.header_of_payload(name)
+        if found is None:
+            return False
+        header, folder = found
+        if is_dead(header):
+            return True
+        if (version := names.parse_version(header)) is not None and version[1] <= facts.heads[version[0]]:
+            return version not in facts.kept_versions or facts.folders.get(header, folder) != folder
+        if header in headers:
+            return facts.folders.get(header, folder) != folder
+        key = names.parse_contribution(header)
+        return key is not None and key.stop < newest.get((key.fragment, key.learner), Position(-1, 0))
+
+    doomed = [name for name in present if name in headers and is_dead(name)]
+    return doomed + [name for name in present if name.startswith("payloads/") and is_dead_payload(name)]
+
+
+def is_settled(key: names.ContributionKey, facts: Facts) -> bool:
+    """Say whether a contribution can be forgotten."""
+    consumed_to = facts.settled[key.fragment].get(key.learner, Position(-1, 0))
+    return key.stop <= consumed_to or key.base_version + facts.max_staleness + 2 < facts.heads[key.fragment]
+
+
+def kept_snapshots(numbers: Iterable[int], best: Iterable[int]) -> frozenset[int]:
+    """Return which snapshots stay: the newest three, and the best of each suite."""
+    return frozenset(sorted(numbers)[-KEPT_SNAPSHOTS:]) | frozenset(best)
+
+
+def newest_checkpoints(all_names: Iterable[str]) -> dict[str, list[str]]:
+    """Return learner -> its checkpoints, newest first."""
+    found: dict[str, list[tuple[Position, str]]] = {}
+    for name in all_names:
+        if (parsed := names.parse_checkpoint(name)) is not None:
+            found.setdefault(parsed[0], []).append((parsed[1], name))
+    return {learner: [name for _, name in sorted(rows, reverse=True)] for learner, rows in found.items()}
+
+
+def _old_checkpoints(present: Iterable[str]) -> list[str]:
+    return [name for rows in newest_checkpoints(present).values() for name in rows[KEPT_CHECKPOINTS:]]
+
+
+def _newest_pushes(present: Iterable[str]) -> dict[tuple[int, str], Position]:
+    newest: dict[tuple[int, str], Position] = {}
+    for name in present:
+        if (key := names.parse_contribution(name)) is not None:
+            place = (key.fragment, key.learner)
+            newest[place] = max(key.stop, newest.get(place, key.stop))
+    return newest

@@ -1,0 +1,36 @@
+"""The learning rate as a function of a learner's own tokens; never of versions, adoptions or restarts.
+
+Knows numbers; must not know an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Linear warm-up, then a cosine down to `final_fraction` of `peak` at `total_tokens`, constant after."""
+
+    peak: float
+    total_tokens: int
+    warmup_fraction: float
+    final_fraction: float
+
+
+def learning_rate_at(num_tokens: int, schedule: Schedule) -> float:
+    """Return the rate for the step that begins after `num_tokens` own tokens; positive from the first step on."""
+    progress = min(1.0, num_tokens / schedule.total_tokens)
+    if progress < schedule.warmup_fraction:
+        # Half a percent of the warm-up is granted at the start: a rate of zero would waste the first step.
+        return schedule.peak * max(0.005, progress / schedule.warmup_fraction)
+    span = 1.0 - schedule.warmup_fraction
+    done = (progress - schedule.warmup_fraction) / span if span > 0 else 1.0
+    floor = schedule.final_fraction
+    return schedule.peak * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def own_share(total_tokens: int, rates: dict[str, float], name: str) -> int:
+    """Return one learner's part of `total_tokens`: by tokens per second (`rates`), rounded up."""
+    return math.ceil(total_tokens * rates[name] / math.fsum(rates.values()))

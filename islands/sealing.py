@@ -1,0 +1,51 @@
+"""Records as bytes that know their own digest.
+
+Knows JSON and SHA-256; must not know what a record means. One record has exactly one form as bytes, so any change of
+any byte shows, without a second object to compare with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from islands.types import FORMAT_VERSION, DamagedObject
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """Return the record as canonical JSON with the format version and its own SHA-256 added.
+
+    Keys are sorted; floats are written shortest-exact; NaN and infinities are allowed (as JavaScript writes them),
+    because a contribution that holds them must still be readable to be refused.
+    """
+    digest = digest_of(body)
+    return _canonical({"digest": digest, "format": FORMAT_VERSION, "body": body})
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """Return the SHA-256 (hex) that `seal` gives this body."""
+    return hashlib.sha256(_canonical({"format": FORMAT_VERSION, "body": body})).hexdigest()
+
+
+def unseal(name: str, data: bytes) -> tuple[dict[str, Any], str]:
+    """Return (body, digest) of a sealed record.
+
+    Raises:
+        DamagedObject: not what `seal` wrote; `name` is named.
+    """
+    try:
+        record = json.loads(data)
+        body, digest, version = record["body"], record["digest"], record["format"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise DamagedObject(name, f"is no sealed record ({exc})") from exc
+    if version != FORMAT_VERSION:
+        raise DamagedObject(name, f"has format {version}, this program reads {FORMAT_VERSION}")
+    if not isinstance(body, dict) or seal(body) != data:
+        raise DamagedObject(name, "its bytes do not match their digest")
+    return body, digest
+
+
+def _canonical(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

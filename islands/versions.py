@@ -1,0 +1,99 @@
+"""Versions: what a commit, a snapshot and a run say of themselves.
+
+Knows records; must not know arrays or a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from islands.contributions import Consumed, Tally, Verdict, tally_from_json
+from islands.types import FragmentLayout, Manifest, Position, TensorSpec, manifest_from_json
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A published version of one fragment.
+
+    Attributes:
+        parent_digest: of the version before; of `run.json` for version 0.
+        consumed, refused: what was decided in making it.
+        tallies: every learner's running account, ordered by name.
+        median_norm: running median of merged deltas' norms, 0 while unknown.
+        learning_rate, momentum: of the outer step that made it.
+        codec: of the payload's array "public".
+        synchronizer: number of the synchronizer record it was made under; -1 for version 0.
+        payload: arrays "params" and "momentum" (float32, the synchronizer's own) and "public" (what all adopt).
+    """
+
+    fragment: int
+    version: int
+    parent_digest: str
+    consumed: tuple[Consumed, ...]
+    refused: tuple[Verdict, ...]
+    tallies: Mapping[str, Tally]
+    median_norm: float
+    learning_rate: float
+    momentum: float
+    codec: str
+    synchronizer: int
+    payload: Manifest
+
+    @property
+    def merged_tokens(self) -> int:
+        """Tokens merged into this fragment so far, over all learners."""
+        return sum(tally.merged for tally in self.tallies.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "payload": self.payload.to_json()}
+
+
+def commit_from_json(value: Mapping[str, Any]) -> Commit:
+    """Return the commit that `Commit.to_json` wrote."""
+    consumed = (
+        Consumed(**{**row, "start": Position(*row["start"]), "stop": Position(*row["stop"])}) for row in value["consumed"]
+    )
+    parsed = {
+        "consumed": tuple(consumed),
+        "refused": tuple(Verdict(**row) for row in value["refused"]),
+        "tallies": {name: tally_from_json(row) for name, row in value["tallies"].items()},
+        "payload": manifest_from_json(value["payload"]),
+    }
+    return Commit(**{**value, **parsed})
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One version of every fragment: what evaluate, export and comparison name.
+
+    `merged_tokens`: mean over fragments of the tokens merged so far. `previous`: digest of the snapshot before.
+    """
+
+    number: int
+    versions: tuple[int, ...]
+    digests: tuple[str, ...]
+    merged_tokens: int
+    previous: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def snapshot_from_json(value: Mapping[str, Any]) -> Snapshot:
+    """Return the snapshot that `Snapshot.to_json` wrote."""
+    return Snapshot(**{**value, "versions": tuple(value["versions"]), "digests": tuple(value["digests"])})
+
+
+def layouts_to_json(layouts: tuple[FragmentLayout, ...]) -> list[list[list[Any]]]:
+    """Return the layouts as plain JSON values."""
+    return [[[t.name, list(t.shape), t.offset, t.merge] for t in layout.tensors] for layout in layouts]
+
+
+def layouts_from_json(value: list[list[list[Any]]]) -> tuple[FragmentLayout, ...]:
+    """Return the layouts that `layouts_to_json` wrote."""
+    return tuple(
+        FragmentLayout(p, tuple(TensorSpec(name, tuple(shape), offset, merge) for name, shape, offset, merge in rows))
+        for p, rows in enumerate(value)
+    )

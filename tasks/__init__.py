@@ -1,0 +1,1 @@
+"""The wiring: open, read, call one islands function, write, report."""

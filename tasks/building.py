@@ -1,0 +1,72 @@
+"""From a configuration to a learner: model, optimizer, loss, schedule, wired together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from islands.config import RunConfig
+from islands.learner import Learner, adamw
+from islands.model import ModelShape, build_model
+from islands.model import loss as model_loss
+from islands.schedule import Schedule
+from islands.types import FragmentLayout
+from tasks.runs import Run
+
+
+def model_shape(config: RunConfig) -> ModelShape:
+    """Return the shape record of the configured model."""
+    m = config.model
+    return ModelShape(m.width, m.num_layers, m.num_heads, m.context, m.tied)
+
+
+def use_one_thread() -> None:
+    """Let torch compute on one thread in this process: the same sums in the same order, on any machine."""
+    torch.set_num_threads(1)
+
+
+def schedule_of(config: RunConfig, total_tokens: int) -> Schedule:
+    """Return the learning-rate schedule over `total_tokens` own tokens."""
+    inner = config.inner
+    return Schedule(inner.learning_rate, total_tokens, inner.warmup_fraction, inner.final_fraction)
+
+
+def build_learner(run: Run, name: str) -> Learner:
+    """Return an island's learner with the run's initial model; it has not begun."""
+    device = run.island(name).device
+    model = build_model(model_shape(run.config), run.config.seed).to(device)
+    return assemble(run.config, name, model, run.layouts, total_tokens=run.own_tokens(name), device=device)
+
+
+def assemble(
+    config: RunConfig,
+    name: str,
+    model: nn.Module,
+    layouts: tuple[FragmentLayout, ...],
+    *,
+    total_tokens: int,
+    device: str = "cpu",
+) -> Learner:
+    """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1)."""
+    inner = config.inner
+
+    def loss(batch: Any) -> Tensor:
+        return model_loss(model, torch.from_numpy(batch).to(device))
+
+    return Learner(
+        name,
+        model,
+        adamw(
+            model,
+            learning_rate=inner.learning_rate,
+            betas=(inner.beta1, inner.beta2),
+            weight_decay=inner.weight_decay,
+        ),
+        loss,
+        layouts=layouts,
+        schedule=schedule_of(config, total_tokens),
+        clip_norm=inner.clip_norm,
+        period_steps=config.sync.period_steps,
+    )

@@ -1,0 +1,145 @@
+"""Creating a run: text split and stored, version 0 of every fragment published, `run.json` last.
+
+Everything that can be wrong with the configuration is found before anything is written.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from infra.arrays import write_arrays
+from infra.store import Store, open_store
+from infra.text import load_documents
+from islands import names
+from islands.config import RunConfig, identity
+from islands.data import Split, require_enough, split_documents
+from islands.fragments import lay_out
+from islands.learner import embedding_names, flatten, trainable
+from islands.model import build_model
+from islands.types import ConfigError, FragmentLayout, VersionTaken
+from islands.versions import layouts_to_json
+from tasks import records
+from tasks.building import model_shape
+from tasks.publishing import publish_first
+from tasks.records import NewAttempt
+from tasks.runs import HELD_OUT, Run, open_run, require_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked configuration with what it leads to: nothing written yet."""
+
+    config: RunConfig
+    run_id: str
+    store: Store
+    split: Split
+    layouts: tuple[FragmentLayout, ...]
+    model: torch.nn.Module
+
+
+def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None = None) -> Prepared:
+    """Return the run as it would be created; writes nothing.
+
+    `model` replaces the configured one (its parameters are version 0).
+
+    Raises:
+        ConfigError: occupied or unplain run id, unusable store, text, shards or fragments.
+    """
+    require_plain(run_id)
+    store = open_store(config.store, durable=config.durable).within(run_id)
+    if store.read(names.RUN) is not None:
+        raise ConfigError(
+            f"a run id must be new, got {run_id!r}, which exists in {config.store}; "
+            f"choose another name, or continue it with `diloco resume {run_id}`"
+        )
+    corpus = load_documents(config.data.source)
+    split = split_documents(
+        {document.name: document.text for document in corpus.documents},
+        shards=[island.name for island in config.islands],
+        weights=[island.speed * island.batch_size for island in config.islands],
+        held_out_fraction=config.data.held_out_fraction,
+    )
+    for island in config.islands:
+        size = split.shards[island.name].size
+        require_enough(island.name, size, batch_size=island.batch_size, context=config.model.context)
+    built = build_model(model_shape(config), config.seed) if model is None else model
+    layouts = lay_out_model(built, config)
+    return Prepared(config, run_id, store, split, layouts, built)
+
+
+def lay_out_model(model: torch.nn.Module, config: RunConfig) -> tuple[FragmentLayout, ...]:
+    """Return the fragments of a model under a configuration; merge = "mean" takes the mean everywhere."""
+    parameters = trainable(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    averaged = set(shapes) if config.outer.merge == "mean" else embedding_names(model)
+    return lay_out(shapes, embeddings=averaged, num_fragments=config.sync.num_fragments)
+
+
+def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
+    """Write the text, `run.json`, and version 0 of every fragment; return the open run.
+
+    `run.json` decides who owns the name. If this process dies before all of version 0 is there, `open_run` succeeds and
+    `complete_run` writes the rest.
+
+    Raises:
+        ConfigError: another process took the name meanwhile.
+    """
+    config, store = prepared.config, prepared.store
+    arrays = {f"shard-{name}": values for name, values in prepared.split.shards.items()}
+    arrays[HELD_OUT] = prepared.split.held_out
+    folder = names.payload_folder(names.RUN, new_attempt())
+    payload = write_arrays(store, folder, arrays, chunk_elements=config.sync.chunk_bytes // 4)
+    body: dict[str, Any] = {
+        "run_id": prepared.run_id,
+        "identity": identity(config),
+        "config": config.model_dump(mode="json"),
+        "layouts": layouts_to_json(prepared.layouts),
+        "data": {
+            "source": config.data.source,
+            "sha256": {**prepared.split.digests, HELD_OUT: prepared.split.held_out_digest},
+            "payload": payload.to_json(),
+        },
+        "software": _software(),
+    }
+    try:
+        records.write(store, names.RUN, body)
+    except VersionTaken as exc:
+        raise ConfigError(f"a run id must be new, got {prepared.run_id!r}, taken just now; choose another name") from exc
+    run = open_run(config.store, prepared.run_id)
+    _publish_missing(run, prepared.model, new_attempt)
+    return run
+
+
+def complete_run(run: Run) -> None:
+    """Publish version 0 of each fragment that lacks it: the run's creation was interrupted."""
+    if all(records.read(run.store, names.version(layout.index, 0)) for layout in run.layouts):
+        return
+    _publish_missing(run, build_model(model_shape(run.config), run.config.seed), _counted_attempts(run.store))
+
+
+def attempts_of(prepared: Prepared) -> NewAttempt:
+    """Return a source of attempt names: counted, and past those a failed creation may have left."""
+    return _counted_attempts(prepared.store)
+
+
+def _counted_attempts(store: Store) -> NewAttempt:
+    numbers = count(len(store.list_names("payloads/")))
+    return lambda: f"a-{next(numbers):08x}"
+
+
+def _publish_missing(run: Run, model: torch.nn.Module, new_attempt: NewAttempt) -> None:
+    parameters = trainable(model)
+    for layout in run.layouts:
+        if records.read(run.store, names.version(layout.index, 0)) is None:
+            publish_first(run, layout, flatten(layout, parameters), new_attempt)
+
+
+def _software() -> Mapping[str, str]:
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}

@@ -1,0 +1,178 @@
+"""A learner's side of the store: register, push, fetch, checkpoint, leave.
+
+Knows records and the learner's copies; must not know when any of it is due, nor a synchronizer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from infra.arrays import ArrayReader, write_arrays
+from islands import names
+from islands.codecs import encode
+from islands.codecs import decode as decoded
+from islands.contributions import Contribution, Lineage, judge
+from islands.fragments import layout_digest, pseudo_gradient
+from islands.learner import Base, Copy, Learner, LearnerState
+from islands.ledger import LearnerRecord, record_from_json
+from islands.merging import Vector, tensor_norms
+from islands.types import DamagedObject, Refused, VersionTaken, manifest_from_json
+from tasks import history, records
+from tasks.records import NewAttempt
+from tasks.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint as read: its name, the state, the digest of its record."""
+
+    name: str
+    state: LearnerState
+    digest: str
+
+
+class Exchange:
+    """Writes one incarnation's records, each linked to the one before. One thread at a time.
+
+    Args:
+        run: the open run.
+        learner: name of the learner.
+        incarnation: under which this process registered.
+        previous: digest of the newest link so far, "" if none.
+        new_attempt: returns a name no other writer uses.
+    """
+
+    def __init__(self, run: Run, learner: str, incarnation: int, previous: str, new_attempt: NewAttempt) -> None:
+        self.run = run
+        self.learner = learner
+        self.incarnation = incarnation
+        self.previous = previous
+        self._new_attempt = new_attempt
+
+    def push(self, copy: Copy, account: Learner, *, step_seconds: float) -> Contribution:
+        """Encode, write and commit one copy; return the committed contribution.
+
+        The account in the header is the learner's now, not the copy's: links only ever move forward.
+
+        Raises:
+            Refused: it breaks a rule the synchronizer would refuse it for; nothing was written.
+        """
+        run, layout = self.run, self.run.layouts[copy.fragment]
+        encoded = encode(pseudo_gradient(copy.anchor, copy.local), run.config.sync.codec)
+        norms = tensor_norms(decoded(encoded), layout)
+        key = names.ContributionKey(copy.fragment, self.learner, copy.base_version, copy.stop)
+        name = names.contribution(key)
+
+        def header(payload: dict[str, object]) -> Contribution:
+            return Contribution(
+                learner=self.learner,
+                fragment=copy.fragment,
+                base_version=copy.base_version,
+                base_digest=copy.base_digest,
+                start=copy.start,
+                stop=copy.stop,
+                num_tokens=copy.num_tokens,
+                num_steps=copy.num_steps,
+                offered_before=copy.offered_before,
+                norms=norms,
+                step_seconds=step_seconds,
+                layout=layout_digest(layout),
+                codec=run.config.sync.codec,
+                payload=manifest_from_json(payload),
+                record=account.record(self.previous),
+            )
+
+        draft = header({"folder": "", "arrays": [], "objects": []})
+        if (reason := judge(draft, self._lineage(copy))) is not None:
+            raise Refused(reason, f"{name} was not sent")
+        folder = names.payload_folder(name, self._new_attempt())
+        payload = write_arrays(run.store, folder, {"delta": encoded.values}, chunk_elements=run.chunk_elements)
+        offer = header(payload.to_json())
+        self.previous = records.write(run.store, name, offer.to_json())
+        return offer
+
+    def save(self, learner: Learner) -> str:
+        """Write a checkpoint of the learner as it stands and return its name.
+
+        Raises:
+            Refused: the state holds a value that is not finite; a checkpoint of it would outlive the healthy ones.
+        """
+        state = learner.state(self.previous)
+        if not all(np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)):
+            raise Refused("non-finite", f"{self.learner} at {learner.position} was not saved")
+        name = names.checkpoint(self.learner, learner.position)
+        arrays: dict[str, Vector] = {}
+        for p in range(len(self.run.layouts)):
+            arrays |= {f"values-{p}": state.values[p], f"first-{p}": state.first[p], f"second-{p}": state.second[p]}
+        folder = names.payload_folder(name, self._new_attempt())
+        payload = write_arrays(self.run.store, folder, arrays, chunk_elements=self.run.chunk_elements)
+        body = {
+            "record": state.record.to_json(),
+            "tensor_steps": state.tensor_steps,
+            "payload": payload.to_json(),
+        }
+        self.previous = records.write(self.run.store, name, body)
+        return name
+
+    def _lineage(self, copy: Copy) -> Lineage:
+        """Return the lineage as the sender knows it: its own base is the newest version it has seen."""
+        return Lineage(
+            head_version=copy.base_version,
+            digests={copy.base_version: copy.base_digest},
+            tallies={},
+            incarnations={self.learner: self.incarnation},
+            listed=frozenset(),
+            layout=layout_digest(self.run.layouts[copy.fragment]),
+            codec=self.run.config.sync.codec,
+            num_tensors=len(self.run.layouts[copy.fragment].tensors),
+            max_staleness=0,
+            norm_limit=math.inf,
+            is_finished=self.run.store.read(names.FINISHED) is not None,
+        )
+
+
+def fetch(run: Run, fragment: int, version: int) -> Base:
+    """Return a published version as learners adopt it."""
+    commit, digest = records.require_commit(run.store, fragment, version)
+    return Base(version, digest, records.read_public(run.store, commit))
+
+
+def fetch_heads(run: Run) -> list[Base]:
+    """Return the newest version of every fragment."""
+    bases = []
+    for layout in run.layouts:
+        commit, digest = records.find_head(run.store, layout.index)
+        bases.append(Base(commit.version, digest, records.read_public(run.store, commit)))
+    return bases
+
+
+def newest_checkpoint(run: Run, learner: str) -> Saved | None:
+    """Return the newest checkpoint that is whole; damaged ones are passed over."""
+    for name in history.checkpoints(run, learner):
+        try:
+            return read_checkpoint(run, name)
+        except DamagedObject:
+            continue
+    return None
+
+
+def read_checkpoint(run: Run, name: str) -> Saved:
+    """Return one checkpoint, every byte checked.
+
+    Raises:
+        DamagedObject: it is missing or not what was written.
+    """
+    body, digest = records.require(run.store, name)
+    reader = ArrayReader(run.store, records.parsed(name, manifest_from_json, body["payload"]))
+    fragments = range(len(run.layouts))
+    state = LearnerState(
+        record=records.parsed(name, record_from_json, body["record"]),
+        values=tuple(reader.read(f"values-{p}") for p in fragments),
+        first=tuple(reader.read(f"first-{p}") for p in fragments),
+        second=tuple(reader.read(f"second-{p}") for p in fragments),
+        tensor_steps=tuple(tuple(row) for row in body["tensor_steps"]),
+    )
+    return Saved(name, state, digest)

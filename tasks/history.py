@@ -1,0 +1,105 @@
+"""What a learner's earlier incarnations left in the store, and becoming the next one. No torch.
+
+Knows names and links of the learners' chains; must not know a checkpoint's bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from islands import names
+from islands.ledger import FragmentClock, LearnerRecord
+from islands.types import DamagedObject, Position, VersionTaken
+from tasks import records
+from tasks.records import NewAttempt
+from tasks.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a learner's predecessors left behind.
+
+    `incarnation`: the number the next one takes. `last`: the newest link of their chain with its digest; None if
+    nothing was ever written. `listed`: per fragment, the newest committed contribution.
+    """
+
+    incarnation: int
+    last: LearnerRecord | None
+    last_digest: str
+    listed: tuple[str, ...]
+
+
+def look_back(run: Run, learner: str) -> Past:
+    """Return what earlier incarnations of a learner left."""
+    incarnation = records.newest_incarnations(run.store).get(learner, -1) + 1
+    links: list[tuple[LearnerRecord, str]] = []
+    listed = []
+    for layout in run.layouts:
+        newest: tuple[Position, str] | None = None
+        for name in run.store.list_names(f"inbox/f{layout.index:04d}/{learner}/"):
+            key, link = names.parse_contribution(name), _healthy_link(run, name)
+            if key is not None and link is not None:
+                links.append(link)
+                newest = max(newest or (key.stop, name), (key.stop, name))
+        if newest is not None:
+            listed.append(newest[1])
+    links += [link for name in checkpoints(run, learner) if (link := _healthy_link(run, name)) is not None]
+    last, digest = max(links, key=lambda link: records.progress(link[0]), default=(None, ""))
+    return Past(incarnation, last, digest, tuple(listed))
+
+
+def register(run: Run, learner: str, new_attempt: NewAttempt) -> Past:
+    """Become the next incarnation of a learner and return what its predecessors left.
+
+    The record is create-only, so of two that start at once one gets the next number.
+    """
+    while True:
+        past = look_back(run, learner)
+        body = {"listed": list(past.listed), "last": past.last_digest, "mark": new_attempt()}
+        try:
+            records.write(run.store, names.incarnation(learner, past.incarnation), body)
+        except VersionTaken:
+            continue
+        return past
+
+
+def checkpoints(run: Run, learner: str) -> list[str]:
+    """Return the names of a learner's checkpoints, newest first."""
+    named = [(names.parse_checkpoint(name), name) for name in run.store.list_names(f"checkpoints/{learner}/")]
+    return [name for parsed, name in sorted(named, key=lambda item: item[0] or (), reverse=True) if parsed]
+
+
+def last_link(run: Run, learner: str) -> LearnerRecord | None:
+    """Return a learner's newest account, its farewell included."""
+    farewell = _healthy_link(run, names.left(learner))
+    return look_back(run, learner).last if farewell is None else farewell[0]
+
+
+def write_off(run: Run, learner: str) -> None:
+    """Leave in the name of a learner that will not come back, with the last account it wrote."""
+    past = look_back(run, learner)
+    start = Position(-1, 0)
+    if past.last is None:
+        digests = [records.require_commit(run.store, layout.index, 0)[1] for layout in run.layouts]
+        clocks = tuple(FragmentClock(0, digest, start, 0) for digest in digests)
+        record = LearnerRecord(learner, start, 0, 0, clocks)
+    else:
+        last = past.last
+        record = LearnerRecord(learner, last.position, last.trained, last.cursor, last.clocks, past.last_digest)
+    leave(run, record)
+
+
+def leave(run: Run, record: LearnerRecord) -> str:
+    """Write a learner's farewell, its last account; repeating it is harmless. Return the digest of what counts."""
+    name = names.left(record.learner)
+    try:
+        return records.write(run.store, name, {"record": record.to_json()})
+    except VersionTaken:
+        return records.require(run.store, name)[1]
+
+
+def _healthy_link(run: Run, name: str) -> tuple[LearnerRecord, str] | None:
+    try:
+        return records.read_link(run.store, name)
+    except DamagedObject:
+        return None  # the synchronizer refuses it too, so it must not be listed

@@ -1,0 +1,309 @@
+"""The local driver: real learners, synchronizer and store in one process, on a virtual clock. Same seed, same bits.
+
+Knows events, delays, phases and scripted deaths; must not know how anything is computed. One unit of the clock is one
+base step: an inner step of an island with speed 1. Within one instant the order is fixed (see `Kind`): steps end, then
+pushes land, learners leave, merges run, versions arrive, learners return, steps begin, and last the state is saved. So
+islands in phase with no delay exchange without losing a step, as a synchronous algorithm would.
+
+A death is told as a story, since the order matters:
+
+    1. the learner is gone in the middle of its next step, with every copy it had not committed;
+    2. what it had committed stays in the store, and is merged like anything else;
+    3. later a new incarnation registers, which lists those commits and fences off everything else of the old one;
+    4. it goes on from its newest checkpoint, at the data cursor of its newest committed link.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping
+from islands.data import batch_at
+from islands.fragments import is_due, own_period
+from islands.learner import Learner
+from islands.types import Refused
+from tasks import exchanging, history
+from tasks.clockwork import Beat, Event, Kind, Seat, Watch
+from tasks.collecting import collect, finish
+from tasks.exchanging import Exchange
+from tasks.local_state import write_state
+from tasks.merging import Synchronizer
+from tasks.runs import Run, read_shard
+
+
+class Driver:
+    """One run on the virtual clock. `advance` until it returns False.
+
+    Args:
+        run: an open run with version 0 of every fragment.
+        build: island name -> a fresh learner with the initial model.
+        watch: told of every beat.
+        evaluate: scores the run's newest snapshot; called once, when all is merged and before the run is closed.
+    """
+
+    def __init__(
+        self, run: Run, build: Callable[[str], Learner], watch: Watch, evaluate: Callable[[Run], object]
+    ) -> None:
+        self.run = run
+        self.now = 0.0
+        self.events: list[Event] = []
+        self.num_attempts = 0
+        self.num_events = 0
+        self.num_saves = 0
+        self.is_finished = False
+        self.watch = watch
+        self.evaluate = evaluate
+        self.trained: dict[str, int] = {island.name: 0 for island in run.config.islands}
+        self.seats = {
+            island.name: Seat(island, lambda name=island.name: build(name), read_shard(run, island.name))  # type: ignore[misc]
+            for island in run.config.islands
+        }
+        self.synchronizer = Synchronizer(run, self.new_attempt)
+
+    def new_attempt(self) -> str:
+        """Return the next attempt's name: counted, so that a resumed run writes the very same names."""
+        self.num_attempts += 1
+        return f"a-{self.num_attempts:08x}"
+
+    def reopen_synchronizer(self) -> None:
+        """Read the lineage anew: the store was brought back to an earlier state."""
+        self.synchronizer = Synchronizer(self.run, self.new_attempt)
+
+    def start(self) -> None:
+        """Fill the queue for a run that has not begun."""
+        for island in self.run.config.islands:
+            self.schedule(island.start_steps, Kind.RETURN, island.name)
+        self.schedule(float(self.run.config.local.checkpoint_steps), Kind.SAVE)
+
+    def schedule(self, time: float, kind: Kind, island: str = "", *numbers: int) -> None:
+        """Put an event into the queue."""
+        self.num_events += 1
+        heapq.heappush(self.events, Event(time, kind, self.num_events, island, numbers))
+
+    def advance(self) -> bool:
+        """Let the next event happen; False once the run has ended."""
+        if self.is_finished:
+            return False
+        event = heapq.heappop(self.events)
+        self.now = event.time
+        seat = self.seats.get(event.island)
+        if seat is None:
+            (self._merge if event.kind is Kind.MERGE else self.save)()
+        else:
+            _HANDLERS[event.kind](self, seat, event)
+        return not self.is_finished
+
+    # --- training ---
+
+    def _step_ends(self, seat: Seat, event: Event) -> None:
+        if seat.learner is None:
+            return
+        if self._strikes(seat):
+            return
+        learner, island, config = seat.learner, seat.island, self.run.config
+        batch = batch_at(
+            seat.shard,
+            cursor=learner.cursor,
+            batch_size=island.batch_size,
+            context=config.model.context,
+            seed=config.seed,
+            learner=island.name,
+        )
+        num_tokens = island.batch_size * config.model.context
+        loss = learner.step(batch, num_tokens=num_tokens, num_samples=island.batch_size)
+        self.trained[island.name] = learner.trained
+        self._tell(seat, "step", loss)
+        for fragment in self._due(learner):
+            self._send(seat, learner, fragment)
+        self.schedule(self.now, Kind.STEP_BEGINS, island.name)
+
+    def _due(self, learner: Learner) -> list[int]:
+        sync = self.run.config.sync
+        if sync.algorithm == "decoupled":
+            return learner.due()
+        ahead = learner.position.step + sync.overlap_steps
+        return [p for p in range(sync.num_fragments) if self._is_turn(ahead, p)]
+
+    def _is_turn(self, step: int, fragment: int) -> bool:
+        sync = self.run.config.sync
+        return is_due(step, fragment, period_steps=sync.period_steps, num_fragments=sync.num_fragments)
+
+    def _send(self, seat: Seat, learner: Learner, fragment: int) -> None:
+        """Copy a fragment and put it on its way; it takes the place of an older copy that has not left yet."""
+        copy = learner.copy(fragment, next_push_steps=self._own_period(seat, fragment))
+        unsent = seat.outbox.get(fragment)
+        if unsent is not None and unsent.start != copy.start:
+            learner.count_replaced(fragment, unsent.num_tokens)
+        seat.outbox[fragment] = copy
+        lands_at = self.now + seat.island.push_delay_steps
+        self.schedule(lands_at, Kind.PUSH_LANDS, seat.island.name, fragment, copy.stop.step)
+
+    def _own_period(self, seat: Seat, fragment: int) -> int:
+        tallies = self.synchronizer.heads()[fragment].tallies
+        return own_period(
+            self.run.config.sync.period_steps,
+            step_seconds=seat.step_time,
+            all_step_seconds=[tally.step_seconds for tally in tallies.values()],
+        )
+
+    def _step_begins(self, seat: Seat, event: Event) -> None:
+        learner = seat.learner
+        if learner is None or seat.status != "training":
+            return
+        self._adopt(seat, learner)
+        seat.is_blocked = self._must_wait(learner)
+        if seat.is_blocked:
+            return
+        if learner.trained >= self.run.own_tokens(seat.island.name):
+            self._prepare_to_leave(seat, learner)
+            return
+        self.schedule(self.now + seat.step_time, Kind.STEP_ENDS, seat.island.name)
+
+    def _adopt(self, seat: Seat, learner: Learner) -> None:
+        sync = self.run.config.sync
+        for fragment, version in sorted(seat.arrived.items()):
+            if version <= learner.clock(fragment).base_version:
+                continue
+            if sync.algorithm == "streaming" and not self._is_turn(learner.position.step, fragment):
+                continue
+            base = exchanging.fetch(self.run, fragment, version)
+            learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=self._own_period(seat, fragment))
+
+    def _must_wait(self, learner: Learner) -> bool:
+        """Say whether a blocking algorithm stops here: this fragment's turn, pushed, and not merged yet."""
+        if self.run.config.sync.algorithm != "streaming":
+            return False
+        step = learner.position.step
+        due = [p for p in range(len(self.run.layouts)) if self._is_turn(step, p)]
+        return any(learner.clock(p).copied_at is not None for p in due)
+
+    # --- exchange ---
+
+    def _push_lands(self, seat: Seat, event: Event) -> None:
+        fragment, step = event.numbers
+        copy = seat.outbox.get(fragment)
+        if seat.learner is None or seat.exchange is None or copy is None or copy.stop.step != step:
+            return
+        del seat.outbox[fragment]
+        try:
+            seat.exchange.push(copy, seat.learner, step_seconds=seat.step_time)
+        except Refused as exc:
+            # The rule that stops it is the one the synchronizer would apply. A learner whose numbers are broken starts
+            # again from its newest checkpoint, which is healthy by rule.
+            self._tell(seat, f"push refused ({exc.reason})")
+            if exc.reason == "non-finite":
+                self._die(seat, 0.0)
+            return
+        self.schedule(self.now, Kind.MERGE)
+
+    def _merge(self) -> None:
+        if any(event.time == self.now and event.kind is Kind.MERGE for event in self.events[:1]):
+            return  # the same instant holds another one: once is enough
+        polled = self.synchronizer.poll(now=self.now)
+        for fragment, version in polled.published:
+            self._tell(None, f"merge f{fragment} v{version - 1}→{version}")
+            for seat in self.seats.values():
+                arrives_at = self.now + seat.island.fetch_delay_steps
+                self.schedule(arrives_at, Kind.VERSION_ARRIVES, seat.island.name, fragment, version)
+        if math.isfinite(polled.wait_seconds):
+            self.schedule(self.now + polled.wait_seconds, Kind.MERGE)
+        if polled.is_settled:
+            self.evaluate(self.run)
+            finish(self.run, self.synchronizer.verdicts())
+            self.is_finished = True
+
+    def _version_arrives(self, seat: Seat, event: Event) -> None:
+        if seat.learner is None:
+            return
+        fragment, version = event.numbers
+        seat.arrived[fragment] = max(version, seat.arrived.get(fragment, 0))
+        if seat.is_blocked:
+            seat.is_blocked = False
+            self.schedule(self.now, Kind.STEP_BEGINS, seat.island.name)
+
+    # --- coming and going ---
+
+    def _strikes(self, seat: Seat) -> bool:
+        """Kill the learner if the script says so: it dies in the step after the one named."""
+        learner = seat.learner
+        for index, fault in enumerate(self.run.config.local.faults):
+            is_here = fault.island == seat.island.name and learner is not None and fault.step == learner.position.step
+            if is_here and index not in seat.struck:
+                seat.struck.add(index)
+                self._die(seat, fault.return_after_steps)
+                return True
+        return False
+
+    def _die(self, seat: Seat, return_after: float | None) -> None:
+        seat.learner, seat.exchange, seat.status, seat.is_blocked = None, None, "waiting", False
+        seat.outbox.clear()
+        seat.arrived.clear()
+        self._tell(seat, "dies")
+        if return_after is None:
+            history.write_off(self.run, seat.island.name)
+            seat.status = "left"
+            self.schedule(self.now, Kind.MERGE)
+        else:
+            self.schedule(self.now + return_after, Kind.RETURN, seat.island.name)
+
+    def _return(self, seat: Seat, event: Event) -> None:
+        name = seat.island.name
+        past = history.register(self.run, name, self.new_attempt)
+        heads = exchanging.fetch_heads(self.run)
+        learner = seat.build()
+        if past.last is None:
+            learner.begin(heads, incarnation=past.incarnation)
+        else:
+            saved = exchanging.newest_checkpoint(self.run, name)
+            learner.come_back(None if saved is None else saved.state, past.last, heads, incarnation=past.incarnation)
+        seat.learner, seat.status = learner, "training"
+        seat.exchange = Exchange(self.run, name, past.incarnation, past.last_digest, self.new_attempt)
+        self.trained[name] = learner.trained
+        self._tell(seat, "starts" if past.incarnation == 0 else f"comes back as incarnation {past.incarnation}")
+        self.schedule(self.now, Kind.STEP_BEGINS, name)
+
+    def _prepare_to_leave(self, seat: Seat, learner: Learner) -> None:
+        seat.status = "leaving"
+        for fragment in range(len(self.run.layouts)):
+            clock = learner.clock(fragment)
+            if clock.open_tokens > clock.copied_tokens:
+                self._send(seat, learner, fragment)
+        self.schedule(self.now + seat.island.push_delay_steps, Kind.LEAVE, seat.island.name)
+
+    def _leave(self, seat: Seat, event: Event) -> None:
+        if seat.learner is None or seat.exchange is None:
+            return
+        history.leave(self.run, seat.learner.record(seat.exchange.previous))
+        seat.learner, seat.exchange, seat.status = None, None, "left"
+        self._tell(seat, "leaves")
+        self.schedule(self.now, Kind.MERGE)
+
+    # --- saving ---
+
+    def save(self, *, reschedule: bool = True) -> None:
+        """Write every learner's checkpoint and the driver's own state, then collect what no rule needs."""
+        if reschedule:
+            self.schedule(self.now + self.run.config.local.checkpoint_steps, Kind.SAVE)
+        for seat in self.seats.values():
+            if seat.learner is not None and seat.exchange is not None:
+                try:
+                    seat.exchange.save(seat.learner)
+                except Refused as exc:
+                    self._tell(seat, f"checkpoint refused ({exc.reason})")
+                    self._die(seat, 0.0)
+        write_state(self)
+        collect(self.run)
+
+    def _tell(self, seat: Seat | None, what: str, loss: float | None = None) -> None:
+        name = "" if seat is None else seat.island.name
+        self.watch(Beat(self.now, name, what, sum(self.trained.values()), loss))
+
+
+_HANDLERS: Mapping[Kind, Callable[[Driver, Seat, Event], None]] = {
+    Kind.STEP_ENDS: Driver._step_ends,
+    Kind.PUSH_LANDS: Driver._push_lands,
+    Kind.LEAVE: Driver._leave,
+    Kind.VERSION_ARRIVES: Driver._version_arrives,
+    Kind.RETURN: Driver._return,
+    Kind.STEP_BEGINS: Driver._step_begins,
+}

@@ -1,0 +1,151 @@
+"""Reading and writing the run's sealed records: one place that knows how a record lies in a store.
+
+Knows names and record types; must not know how a record is made or judged. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infra.arrays import ArrayReader
+from infra.store import Store
+from islands import names
+from islands.codecs import Encoded, decode
+from islands.contributions import Contribution, contribution_from_json
+from islands.ledger import LearnerRecord, record_from_json
+from islands.merging import Vector
+from islands.sealing import digest_of, seal, unseal
+from islands.types import DamagedObject, Manifest, VersionTaken
+from islands.versions import Commit, Snapshot, commit_from_json, snapshot_from_json
+
+NewAttempt = Callable[[], str]
+
+
+def write(store: Store, name: str, body: Mapping[str, Any]) -> str:
+    """Create a sealed record and return its digest.
+
+    Raises:
+        VersionTaken: the name exists with other content. The same content is ours: a repeated call, or a put whose
+            answer was lost.
+    """
+    try:
+        store.create(name, seal(body))
+    except VersionTaken:
+        if store.read(name) != seal(body):
+            raise
+    return digest_of(body)
+
+
+def read(store: Store, name: str) -> tuple[dict[str, Any], str] | None:
+    """Return (body, digest) of a record, or None if there is none."""
+    data = store.read(name)
+    return None if data is None else unseal(name, data)
+
+
+def require(store: Store, name: str) -> tuple[dict[str, Any], str]:
+    """Return (body, digest) of a record that must be there."""
+    found = read(store, name)
+    if found is None:
+        raise DamagedObject(name, "is missing")
+    return found
+
+
+def read_commit(store: Store, fragment: int, version: int) -> tuple[Commit, str] | None:
+    """Return (commit, digest) of a version, or None if it is not published."""
+    name = names.version(fragment, version)
+    found = read(store, name)
+    return None if found is None else (parsed(name, commit_from_json, found[0]), found[1])
+
+
+def require_commit(store: Store, fragment: int, version: int) -> tuple[Commit, str]:
+    """Return (commit, digest) of a version that must be there."""
+    found = read_commit(store, fragment, version)
+    if found is None:
+        raise DamagedObject(names.version(fragment, version), "is missing")
+    return found
+
+
+def find_head(store: Store, fragment: int, known: int = 0) -> tuple[Commit, str]:
+    """Return (commit, digest) of a fragment's newest version, probing upward from a version known to exist."""
+    head = require_commit(store, fragment, known)
+    while (later := read_commit(store, fragment, head[0].version + 1)) is not None:
+        head = later
+    return head
+
+
+def read_contribution(store: Store, name: str) -> tuple[Contribution, str] | None:
+    """Return (contribution, digest), or None if it is gone.
+
+    Raises:
+        DamagedObject: its bytes are not a sealed contribution of that name.
+    """
+    found = read(store, name)
+    if found is None:
+        return None
+    offer = parsed(name, contribution_from_json, found[0])
+    if offer.name != name:
+        raise DamagedObject(name, f"holds the header of {offer.name}")
+    return offer, found[1]
+
+
+def read_snapshots(store: Store) -> list[tuple[Snapshot, str]]:
+    """Return the kept snapshots with their digests, oldest first."""
+    found = []
+    for name in store.list_names("snapshots/"):
+        body = read(store, name)
+        if body is not None:
+            found.append((parsed(name, snapshot_from_json, body[0]), body[1]))
+    return sorted(found, key=lambda item: item[0].number)
+
+
+def newest_incarnations(store: Store) -> dict[str, int]:
+    """Return learner -> its newest incarnation; a learner without one has not started."""
+    newest: dict[str, int] = {}
+    for name in store.list_names("learners/"):
+        number = names.number_of(name)
+        if number is not None:
+            learner = name.split("/")[1]
+            newest[learner] = max(number, newest.get(learner, -1))
+    return newest
+
+
+def departed(store: Store) -> frozenset[str]:
+    """Return the learners that have left for good."""
+    return frozenset(name.split("/")[1] for name in store.list_names("learners/") if name.endswith("/left.json"))
+
+
+def next_number(store: Store, folder: str) -> int:
+    """Return the next free number of a folder that counts from 0."""
+    numbers = [names.number_of(name) for name in store.list_names(f"{folder}/")]
+    return max((n for n in numbers if n is not None), default=-1) + 1
+
+
+def read_link(store: Store, name: str) -> tuple[LearnerRecord, str] | None:
+    """Return (learner's account, digest) from any record that carries one under "record"."""
+    found = read(store, name)
+    return None if found is None else (parsed(name, record_from_json, found[0]["record"]), found[1])
+
+
+def read_public(store: Store, commit: Commit) -> Vector:
+    """Return the decoded public values of a version, (elements,) float32: what everybody anchors on."""
+    return read_coded(store, commit.payload, "public", commit.codec)
+
+
+def read_coded(store: Store, payload: Manifest, array: str, codec: str) -> Vector:
+    """Return one decoded array of a payload."""
+    return decode(Encoded(codec, ArrayReader(store, payload).read(array)))
+
+
+def parsed(name: str, parse: Callable[[Mapping[str, Any]], Any], body: Mapping[str, Any]) -> Any:
+    """Return `parse(body)`; a record that lacks what it must hold is damage, and is named."""
+    try:
+        return parse(body)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
+        raise DamagedObject(name, f"lacks what such a record holds ({exc!r})") from exc
+
+
+def progress(record: LearnerRecord) -> tuple[int, ...]:
+    """Order links of one chain: by position, then by totals, none of which ever shrinks."""
+    sums = ("base_version", "all_offered", "overwritten", "rolled_back", "replaced")
+    return (*record.position, record.trained, *(sum(getattr(c, key) for c in record.clocks) for key in sums))

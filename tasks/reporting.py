@@ -1,0 +1,107 @@
+"""What a run looks like from outside: islands, fragments, merged share. Reads records only; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from islands import names
+from islands.contributions import Tally
+from islands.ledger import LearnerRecord
+from islands.versions import Commit
+from tasks import records
+from tasks.history import last_link
+from tasks.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class IslandStatus:
+    """One island as its newest record and the heads say.
+
+    `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
+    most versions its bases lie behind the heads; `state`: "waiting", "training" or "left".
+    """
+
+    name: str
+    region: str
+    state: str
+    incarnation: int
+    step: int
+    tokens: int
+    share: float
+    merged_share: float
+    staleness: int
+    refused: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentStatus:
+    """One fragment: elements, head version, merges, and contributions not consumed yet."""
+
+    index: int
+    elements: int
+    version: int
+    merged_tokens: int
+    pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run at a glance."""
+
+    run_id: str
+    is_finished: bool
+    trained: int
+    total_tokens: int
+    merged_share: float
+    islands: tuple[IslandStatus, ...]
+    fragments: tuple[FragmentStatus, ...]
+
+
+def status(run: Run) -> Status:
+    """Return the state of a run as its store shows it now."""
+    heads = [records.find_head(run.store, layout.index)[0] for layout in run.layouts]
+    lasts = {island.name: last_link(run, island.name) for island in run.config.islands}
+    trained = {name: 0 if link is None else link.trained for name, link in lasts.items()}
+    total = sum(trained.values())
+    merged = sum(head.merged_tokens for head in heads)
+    gone = records.departed(run.store)
+    return Status(
+        run_id=run.run_id,
+        is_finished=run.store.read(names.FINISHED) is not None,
+        trained=total,
+        total_tokens=run.config.total_tokens,
+        merged_share=merged / (total * len(heads)) if total else 0.0,
+        islands=tuple(_island(run, name, link, heads, total, name in gone) for name, link in lasts.items()),
+        fragments=tuple(_fragment(run, head) for head in heads),
+    )
+
+
+def _island(
+    run: Run, name: str, link: LearnerRecord | None, heads: list[Commit], total: int, has_left: bool
+) -> IslandStatus:
+    tallies = [head.tallies.get(name, Tally()) for head in heads]
+    refused: dict[str, int] = {}
+    for tally in tallies:
+        for reason, (count, _) in tally.refused.items():
+            refused[reason] = refused.get(reason, 0) + count
+    trained = 0 if link is None else link.trained
+    behind = [] if link is None else [h.version - c.base_version for h, c in zip(heads, link.clocks, strict=True)]
+    return IslandStatus(
+        name=name,
+        region=run.island(name).region,
+        state="left" if has_left else "waiting" if link is None else "training",
+        incarnation=-1 if link is None else link.position.incarnation,
+        step=0 if link is None else link.position.step,
+        tokens=trained,
+        share=trained / total if total else 0.0,
+        merged_share=sum(tally.merged for tally in tallies) / (trained * len(heads)) if trained else 0.0,
+        staleness=max(behind, default=0),
+        refused=refused,
+    )
+
+
+def _fragment(run: Run, head: Commit) -> FragmentStatus:
+    layout = run.layouts[head.fragment]
+    keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{head.fragment:04d}/"))
+    pending = [key for key in keys if key and key.stop > head.tallies.get(key.learner, Tally()).consumed_to]
+    return FragmentStatus(layout.index, layout.size, head.version, head.merged_tokens, len(pending))

@@ -1,0 +1,152 @@
+"""A run as its first record says: configuration, layouts, data; opening and listing runs.
+
+Knows `run.json` and `changes/`; must not know a model (no torch): creating a run is `tasks/creating.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infra.arrays import ArrayReader, chunk_length
+from infra.store import Store, open_store
+from islands import names
+from islands.config import IslandConfig, RunConfig, changed_identity, config_from_json, identity, parse_config, to_toml
+from islands.schedule import own_share
+from islands.types import ConfigError, FragmentLayout, Manifest, is_plain_name, manifest_from_json
+from islands.versions import layouts_from_json
+from tasks import records
+
+HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An open run.
+
+    Attributes:
+        store_url, run_id: where runs lie, and this one's plain name.
+        store: a view of the run's own folder.
+        config: the effective configuration, later changes included.
+        layouts: the fragments.
+        data: payload with one uint8 array per island, "shard-<name>", and "held_out".
+        digest: of `run.json`.
+        facts: the whole body of `run.json`.
+    """
+
+    store_url: str
+    run_id: str
+    store: Store
+    config: RunConfig
+    layouts: tuple[FragmentLayout, ...]
+    data: Manifest
+    digest: str
+    facts: Mapping[str, Any]
+
+    def island(self, name: str) -> IslandConfig:
+        """Return the settings of one island."""
+        return next(island for island in self.config.islands if island.name == name)
+
+    def own_tokens(self, name: str) -> int:
+        """Return how many of the run's tokens an island trains: by its speed and batch."""
+        rates = {island.name: island.speed * island.batch_size for island in self.config.islands}
+        return own_share(self.config.total_tokens, rates, name)
+
+    @property
+    def chunk_elements(self) -> int:
+        """The most float32 elements in a stored chunk."""
+        return self.config.sync.chunk_bytes // 4
+
+    def chunk_of(self, layout: FragmentLayout) -> int:
+        """Return the elements in a chunk of a fragment's arrays."""
+        return chunk_length(layout.size, self.chunk_elements)
+
+
+def open_run(store_url: str, run_id: str) -> Run:
+    """Return the run, its configuration brought up to date by `changes/`.
+
+    Raises:
+        ConfigError: no such run, or no plain name.
+        DamagedObject: its records are damaged.
+    """
+    require_plain(run_id)
+    store = open_store(store_url).within(run_id)
+    found = records.read(store, names.RUN)
+    if found is None:
+        raise ConfigError(f"run must exist in {store_url}, got {run_id!r}; `diloco runs --store {store_url}` lists them")
+    facts, digest = found
+    config = config_from_json(json.dumps(facts["config"]), source=names.RUN)
+    for change in _changes(store):
+        config = config_from_json(json.dumps(change), source="changes/")
+    return Run(
+        store_url=store_url,
+        run_id=run_id,
+        store=open_store(store_url, durable=config.durable).within(run_id),
+        config=config,
+        layouts=layouts_from_json(facts["layouts"]),
+        data=manifest_from_json(facts["data"]["payload"]),
+        digest=digest,
+        facts=facts,
+    )
+
+
+def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str, str]) -> Run:
+    """Record changed operational settings and return the run with them.
+
+    Raises:
+        ConfigError: an identity key would change (all of them are named), or a rule is broken.
+    """
+    changed = parse_config(to_toml(run.config), assignments=assignments, environment=environment, source="the run")
+    if changed == run.config:
+        return run
+    if broken := changed_identity(identity(run.config), identity(changed)):
+        raise ConfigError(
+            f"a run's identity cannot change on resume, got other values for {', '.join(broken)}; "
+            "keep them, or start a new run"
+        )
+    number = records.next_number(run.store, "changes")
+    records.write(run.store, names.numbered("changes", number), changed.model_dump(mode="json"))
+    return open_run(run.store_url, run.run_id)
+
+
+def list_runs(store_url: str) -> list[str]:
+    """Return the ids of the runs under a store, sorted."""
+    suffix = f"/{names.RUN}"
+    return [name.removesuffix(suffix) for name in open_store(store_url).list_names("") if _is_run(name, suffix)]
+
+
+def read_shard(run: Run, island: str) -> npt.NDArray[np.uint8]:
+    """Return an island's training text, checked against its checksums."""
+    return ArrayReader(run.store, run.data).read(f"shard-{island}")
+
+
+def read_held_out(run: Run) -> npt.NDArray[np.uint8]:
+    """Return the text no learner sees."""
+    return ArrayReader(run.store, run.data).read(HELD_OUT)
+
+
+def require_plain(run_id: str) -> str:
+    """Return a run id that is a plain name.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not is_plain_name(run_id):
+        raise ConfigError(
+            f"a run id must be 1 to 64 of a-z 0-9 - _, alphanumeric at both ends, got {run_id!r}; choose a plain name"
+        )
+    return run_id
+
+
+def _changes(store: Store) -> list[dict[str, Any]]:
+    ordered = sorted(store.list_names("changes/"), key=lambda name: names.number_of(name) or 0)
+    return [records.require(store, name)[0] for name in ordered]
+
+
+def _is_run(name: str, suffix: str) -> bool:
+    return name.endswith(suffix) and name.count("/") == 1

@@ -1,0 +1,70 @@
+"""What every test shares: one thread for torch, and no test file that needs torch where there is none."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("flows", "tasks", "infra", "islands")
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+if HAS_TORCH:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _is_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if not _is_for_types_only(child):
+            yield child
+            yield from _nodes(child)
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Yield every module the source imports, at any depth, or runs by `-m` in a subprocess."""
+    for node in _nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.List | ast.Tuple):
+            texts = [item.value if isinstance(item, ast.Constant) else None for item in node.elts]
+            yield from (
+                module
+                for flag, module in pairwise(texts)
+                if flag == "-m" and isinstance(module, str)
+            )
+
+
+def reaches_torch(path: Path, seen: set[Path] | None = None) -> bool:
+    """Say whether the file, or a module of ours that it imports, imports torch; lazily counts too."""
+    seen = set() if seen is None else seen
+    if path in seen or not path.is_file():
+        return False
+    seen.add(path)
+    for name in _names(ast.parse(path.read_text(encoding="utf-8"))):
+        parts = name.split(".")
+        if parts[0] == "torch" or name == "safetensors.torch":
+            return True
+        if parts[0] in PACKAGES:
+            target = ROOT.joinpath(*parts)
+            if reaches_torch(target.with_suffix(".py"), seen):
+                return True
+    return False
+
+
+collect_ignore = [
+    path.name
+    for path in sorted(Path(__file__).parent.glob("test_*.py"))
+    if not HAS_TORCH and reaches_torch(path)
+]
