@@ -223,7 +223,8 @@ class ArrayReader:
             high = min(stop, (index + 1) * spec.chunk_length)
             self._staged[chunk] = cpu.Buffer.from_bytes(self._fetch(chunk))
             try:
-                values[low - start : high - start] = array[low:high]
+                out = cpu.NDBuffer.from_numpy_array(values[low - start : high - start])
+                array.get_basic_selection(slice(low, high), out=out)
             except (ValueError, TypeError, IndexError) as exc:
                 raise DamagedObject(f"{self._folder}/{chunk}", f"cannot be decoded: {exc}") from exc
             finally:

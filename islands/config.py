@@ -1,14 +1,15 @@
 """The one configuration tree of a run, and the doors through which a configuration comes in.
 
-This module knows every option, its bounds and the rules between options, and how TOML text, environment variables and
-assignments become one `RunConfig`. It must not know the process environment, a file, a store or a model: text comes in
-as an argument. Every door ends in the same strict `RunConfig.model_validate_json`.
+This module knows every option and its bounds, and how TOML text, environment variables and
+assignments become one `RunConfig`. It must not know the process environment, a file, a store or a
+model: text comes in as an argument. Every door ends in the same strict
+`RunConfig.model_validate_json`.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import tomli_w
@@ -20,9 +21,9 @@ from islands.overrides import (
     from_assignments,
     from_environment,
     origin_of,
-    shown,
     to_json,
 )
+from islands.rules import broken_rules
 from islands.types import FORMAT_VERSION, PLAIN_NAME_PATTERN, ConfigError
 
 ENVIRONMENT_PREFIX = "DILOCO_"
@@ -37,136 +38,196 @@ class _Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
 
 
 class ModelConfig(_Section):
     """The transformer every learner trains."""
 
-    width: int = Field(default=64, ge=1, le=65_536)
-    """Elements of the residual stream; a multiple of num_heads."""
-    num_layers: int = Field(default=2, ge=1, le=1024)
-    """Transformer blocks."""
-    num_heads: int = Field(default=4, ge=1, le=1024)
-    """Attention heads per block."""
-    context: int = Field(default=64, ge=1, le=1_048_576)
-    """Tokens in one sequence."""
-    tied: bool = True
-    """Whether the embedding is also the output matrix."""
+    width: int = Field(
+        default=64,
+        ge=1,
+        le=65_536,
+        description="Elements of the residual stream; a multiple of num_heads.",
+    )
+    num_layers: int = Field(default=2, ge=1, le=1024, description="Transformer blocks.")
+    num_heads: int = Field(default=4, ge=1, le=1024, description="Attention heads per block.")
+    context: int = Field(default=64, ge=1, le=1_048_576, description="Tokens in one sequence.")
+    tied: bool = Field(default=True, description="Whether the embedding is also the output matrix.")
 
 
 class DataConfig(_Section):
     """The text; islands train on disjoint shards of it."""
 
-    source: str = Field(default="stdlib", min_length=1)
-    """"stdlib" (the running Python's own sources) or a folder of text."""
-    held_out_fraction: float = Field(default=0.05, gt=0, lt=0.5)
-    """Share of the text that no learner sees and every evaluation scores."""
-    eval_bytes: int = Field(default=65_536, ge=2, le=LARGEST_INTEGER)
-    """Bytes of held-out text per evaluation."""
+    source: str = Field(
+        default="stdlib",
+        min_length=1,
+        description='"stdlib" (the running Python\'s own sources) or a folder of text.',
+    )
+    held_out_fraction: float = Field(
+        default=0.05,
+        gt=0,
+        lt=0.5,
+        description="Share of the text that no learner sees and every evaluation scores.",
+    )
+    eval_bytes: int = Field(
+        default=65_536,
+        ge=2,
+        le=LARGEST_INTEGER,
+        description="Bytes of held-out text per evaluation.",
+    )
 
 
 class InnerConfig(_Section):
     """AdamW at a learner, scheduled over the learner's own tokens."""
 
-    learning_rate: float = Field(default=3e-3, gt=0, le=1)
-    """Peak rate."""
-    warmup_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the learner's own tokens over which the rate rises to its peak."""
-    final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of the peak rate at which the cosine ends."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment per inner step."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment per inner step."""
-    weight_decay: float = Field(default=0.1, ge=0, le=10)
-    """Decoupled decay, multiplied by the rate."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Largest global gradient norm of an inner step."""
+    learning_rate: float = Field(default=3e-3, gt=0, le=1, description="Peak rate.")
+    warmup_fraction: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Share of the learner's own tokens over which the rate rises to its peak.",
+    )
+    final_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="Share of the peak rate at which the cosine ends."
+    )
+    beta1: float = Field(
+        default=0.9, ge=0, lt=1, description="Decay of the first moment per inner step."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0, lt=1, description="Decay of the second moment per inner step."
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, le=10, description="Decoupled decay, multiplied by the rate."
+    )
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Largest global gradient norm of an inner step."
+    )
 
 
 class OuterConfig(_Section):
     """Nesterov momentum at the synchronizer."""
 
-    learning_rate: float = Field(default=0.7, gt=0, le=10)
-    """Rate of an outer step."""
-    momentum: float = Field(default=0.7, ge=0, lt=1)
-    """Momentum factor of an outer step."""
-    merge: Literal["rda", "mean"] = "rda"
-    """Radial-directional average or token-weighted mean of the pseudo-gradients."""
+    learning_rate: float = Field(default=0.7, gt=0, le=10, description="Rate of an outer step.")
+    momentum: float = Field(
+        default=0.7, ge=0, lt=1, description="Momentum factor of an outer step."
+    )
+    merge: Literal["rda", "mean"] = Field(
+        default="rda",
+        description="Radial-directional average or token-weighted mean of the pseudo-gradients.",
+    )
 
 
 class SyncConfig(_Section):
     """When fragments travel, in which form, and what is merged."""
 
-    algorithm: Literal["decoupled", "streaming"] = "decoupled"
-    """Decoupled DiLoCo, or the blocking Streaming DiLoCo baseline."""
-    num_fragments: int = Field(default=4, ge=1, le=9_999)
-    """Parts of the model that are synced on their own."""
-    period_steps: int = Field(default=24, ge=1, le=1_000_000)
-    """Inner steps of the fastest learner between two pushes of the same fragment."""
-    min_learners: int | None = Field(default=None, ge=1)
-    """Learners a merge needs; absent: half of the islands, rounded up (streaming: all)."""
-    grace_fraction: float = Field(default=0.25, ge=0, le=1)
-    """Longest wait after the quorum, as a share of the period."""
-    alpha: float = Field(default=0.0, ge=0, le=1)
-    """Share of the local value kept at adoption."""
-    overlap_steps: int = Field(default=0, ge=0)
-    """Inner steps between copy and adoption; streaming only."""
-    max_staleness: int = Field(default=4, ge=0)
-    """Versions a contribution's base may lie behind the head."""
-    outlier_factor: float = Field(default=10.0, gt=1)
-    """A contribution whose norm exceeds this multiple of the running median is refused."""
-    codec: Codec = "float32"
-    """Number format of contributions."""
-    codec_down: Codec = "bfloat16"
-    """Number format of published parameters."""
-    chunk_bytes: int = Field(default=16 * 2**20, ge=4096, le=2**30)
-    """Size of one stored chunk, before coding."""
+    algorithm: Literal["decoupled", "streaming"] = Field(
+        default="decoupled",
+        description="Decoupled DiLoCo, or the blocking Streaming DiLoCo baseline.",
+    )
+    num_fragments: int = Field(
+        default=4, ge=1, le=9_999, description="Parts of the model that are synced on their own."
+    )
+    period_steps: int = Field(
+        default=24,
+        ge=1,
+        le=1_000_000,
+        description="Inner steps of the fastest learner between two pushes of the same fragment.",
+    )
+    min_learners: int | None = Field(
+        default=None,
+        ge=1,
+        description="Learners a merge needs; absent: half of the islands, rounded up (streaming: all).",
+    )
+    grace_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Longest wait after the quorum, as a share of the period.",
+    )
+    alpha: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the local value kept at adoption."
+    )
+    overlap_steps: int = Field(
+        default=0, ge=0, description="Inner steps between copy and adoption; streaming only."
+    )
+    max_staleness: int = Field(
+        default=4, ge=0, description="Versions a contribution's base may lie behind the head."
+    )
+    outlier_factor: float = Field(
+        default=10.0,
+        gt=1,
+        description="A contribution whose norm exceeds this multiple of the running median is refused.",
+    )
+    codec: Codec = Field(default="float32", description="Number format of contributions.")
+    codec_down: Codec = Field(
+        default="bfloat16", description="Number format of published parameters."
+    )
+    chunk_bytes: int = Field(
+        default=16 * 2**20,
+        ge=4096,
+        le=2**30,
+        description="Size of one stored chunk, before coding.",
+    )
 
 
 class FaultConfig(_Section):
     """One scripted fault of the local driver."""
 
-    island: str
-    """Name of the island it strikes."""
-    step: int = Field(ge=1)
-    """The island's own inner step at which it strikes."""
-    kind: Literal["kill"] = "kill"
-    """What happens: the learner is gone, with all it had not committed."""
-    return_after_steps: int | None = Field(default=None, ge=0)
-    """Base steps until a new incarnation starts; absent: it never returns."""
+    island: str = Field(description="Name of the island it strikes.")
+    step: int = Field(ge=1, description="The island's own inner step at which it strikes.")
+    kind: Literal["kill"] = Field(
+        default="kill",
+        description="What happens: the learner is gone, with all it had not committed.",
+    )
+    return_after_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Base steps until a new incarnation starts; absent: it never returns.",
+    )
 
 
 class LocalConfig(_Section):
     """The local driver: one process, a virtual clock that counts base steps."""
 
-    checkpoint_steps: int = Field(default=96, ge=1)
-    """Base steps between two checkpoints of a learner."""
-    faults: tuple[FaultConfig, ...] = ()
-    """Scripted faults."""
+    checkpoint_steps: int = Field(
+        default=96, ge=1, description="Base steps between two checkpoints of a learner."
+    )
+    faults: tuple[FaultConfig, ...] = Field(default=(), description="Scripted faults.")
 
 
 class IslandConfig(_Section):
     """One learner and the devices it runs on."""
 
-    name: str = Field(pattern=f"^{PLAIN_NAME_PATTERN}$")
-    """The learner's name, unique in the run: 1 to 64 of a-z 0-9 - _, alphanumeric at both ends."""
-    region: str = Field(default="local", min_length=1, max_length=64)
-    """Where it runs, for people and reports."""
-    batch_size: int = Field(default=8, ge=1, le=65_536)
-    """Sequences per inner step."""
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """Torch device: "cpu", "cuda" or "cuda:<index>"."""
-    speed: float = Field(default=1.0, gt=0, le=100)
-    """Inner steps per base step of the local driver's clock."""
-    start_steps: float = Field(default=0.0, ge=0)
-    """Base steps after which the island starts."""
-    push_delay_steps: float = Field(default=0.0, ge=0)
-    """Base steps a contribution travels."""
-    fetch_delay_steps: float = Field(default=0.0, ge=0)
-    """Base steps a version travels."""
+    name: str = Field(
+        pattern=f"^{PLAIN_NAME_PATTERN}$",
+        description="The learner's name, unique in the run: 1 to 64 of a-z 0-9 - _, alphanumeric at both ends.",
+    )
+    region: str = Field(
+        default="local",
+        min_length=1,
+        max_length=64,
+        description="Where it runs, for people and reports.",
+    )
+    batch_size: int = Field(default=8, ge=1, le=65_536, description="Sequences per inner step.")
+    device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description='Torch device: "cpu", "cuda" or "cuda:<index>".',
+    )
+    speed: float = Field(
+        default=1.0,
+        gt=0,
+        le=100,
+        description="Inner steps per base step of the local driver's clock.",
+    )
+    start_steps: float = Field(
+        default=0.0, ge=0, description="Base steps after which the island starts."
+    )
+    push_delay_steps: float = Field(
+        default=0.0, ge=0, description="Base steps a contribution travels."
+    )
+    fetch_delay_steps: float = Field(default=0.0, ge=0, description="Base steps a version travels.")
 
 
 DEFAULT_ISLANDS = tuple(IslandConfig(name=name) for name in ("west", "east", "europe", "asia"))
@@ -175,32 +236,32 @@ DEFAULT_ISLANDS = tuple(IslandConfig(name=name) for name in ("west", "east", "eu
 class RunConfig(_Section):
     """Everything a run can be told."""
 
-    store: str = Field(default="file://./runs", min_length=1)
-    """URL under which runs lie."""
-    retention: Literal["bounded", "all"] = "bounded"
-    """Collect what no rule needs any more, or keep everything (for replay)."""
-    durable: bool = True
-    """Whether a write to local disk is fsynced before it counts."""
-    total_tokens: int = Field(default=4_000_000, gt=0, le=LARGEST_INTEGER)
-    """Tokens to train, counted over all islands."""
-    seed: int = Field(default=0, ge=0, le=LARGEST_INTEGER)
-    """Root of all randomness."""
-    model: ModelConfig = ModelConfig()
-    """The model."""
-    data: DataConfig = DataConfig()
-    """The text."""
-    inner: InnerConfig = InnerConfig()
-    """The inner optimizer."""
-    outer: OuterConfig = OuterConfig()
-    """The outer optimizer."""
-    sync: SyncConfig = SyncConfig()
-    """Synchronization."""
-    local: LocalConfig = LocalConfig()
-    """The local driver."""
-    islands: tuple[IslandConfig, ...] = Field(
-        default=DEFAULT_ISLANDS, min_length=1, max_length=1024
+    store: str = Field(
+        default="file://./runs", min_length=1, description="URL under which runs lie."
     )
-    """The learners."""
+    retention: Literal["bounded", "all"] = Field(
+        default="bounded",
+        description="Collect what no rule needs any more, or keep everything (for replay).",
+    )
+    durable: bool = Field(
+        default=True, description="Whether a write to local disk is fsynced before it counts."
+    )
+    total_tokens: int = Field(
+        default=4_000_000,
+        gt=0,
+        le=LARGEST_INTEGER,
+        description="Tokens to train, counted over all islands.",
+    )
+    seed: int = Field(default=0, ge=0, le=LARGEST_INTEGER, description="Root of all randomness.")
+    model: ModelConfig = Field(default=ModelConfig(), description="The model.")
+    data: DataConfig = Field(default=DataConfig(), description="The text.")
+    inner: InnerConfig = Field(default=InnerConfig(), description="The inner optimizer.")
+    outer: OuterConfig = Field(default=OuterConfig(), description="The outer optimizer.")
+    sync: SyncConfig = Field(default=SyncConfig(), description="Synchronization.")
+    local: LocalConfig = Field(default=LocalConfig(), description="The local driver.")
+    islands: tuple[IslandConfig, ...] = Field(
+        default=DEFAULT_ISLANDS, min_length=1, max_length=1024, description="The learners."
+    )
 
     @property
     def quorum(self) -> int:
@@ -211,68 +272,10 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _hold_cross_field_rules(self) -> Self:
-        broken = [*_broken_rules(self)]
+        broken = [*broken_rules(self)]
         if broken:
             raise ValueError("\n".join(broken))
         return self
-
-
-def _broken_rules(config: RunConfig) -> Iterator[str]:
-    model, sync, names = config.model, config.sync, [island.name for island in config.islands]
-    if model.width % model.num_heads:
-        yield (
-            f"model.width must be a multiple of model.num_heads ({model.num_heads}), got {model.width}; "
-            f"try {model.num_heads * max(1, round(model.width / model.num_heads))}"
-        )
-    if config.data.eval_bytes <= model.context:
-        yield (
-            f"data.eval_bytes must be > model.context ({model.context}), got {config.data.eval_bytes}; "
-            "raise it, or no sequence can be scored"
-        )
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"islands must have unique names, got {', '.join(twice)} more than once; rename one of them"
-    for index, fault in enumerate(config.local.faults):
-        if fault.island not in names:
-            yield (
-                f"local.faults.{index}.island must name an island ({', '.join(names)}), "
-                f"got {shown(fault.island)}; correct the name or remove the fault"
-            )
-    if sync.min_learners is not None and sync.min_learners > len(names):
-        yield (
-            f"sync.min_learners must be <= the number of islands ({len(names)}), got {sync.min_learners}; "
-            "lower it or add islands"
-        )
-    if sync.period_steps < sync.num_fragments:
-        yield (
-            f"sync.period_steps must be >= sync.num_fragments ({sync.num_fragments}), got {sync.period_steps}; "
-            "lengthen the period or use fewer fragments"
-        )
-    yield from _broken_streaming_rules(sync, num_islands=len(names))
-
-
-def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[str]:
-    if sync.algorithm != "streaming":
-        if sync.overlap_steps:
-            yield (
-                f"sync.overlap_steps must be 0 unless sync.algorithm is streaming ({sync.algorithm}), "
-                f"got {sync.overlap_steps}; remove it or choose streaming"
-            )
-        return
-    if sync.period_steps % sync.num_fragments:
-        yield (
-            f"sync.period_steps must be a multiple of sync.num_fragments ({sync.num_fragments}) under streaming, "
-            f"got {sync.period_steps}; try {sync.num_fragments * -(-sync.period_steps // sync.num_fragments)}"
-        )
-    if sync.overlap_steps * sync.num_fragments >= sync.period_steps:
-        yield (
-            f"sync.overlap_steps must be < sync.period_steps / sync.num_fragments "
-            f"({sync.period_steps / sync.num_fragments:g}), got {sync.overlap_steps}; lower it"
-        )
-    if sync.min_learners is not None and sync.min_learners < num_islands:
-        yield (
-            f"sync.min_learners must be the number of islands ({num_islands}) under streaming, "
-            f"got {sync.min_learners}; remove it or choose decoupled"
-        )
 
 
 def parse_config(

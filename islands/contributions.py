@@ -22,6 +22,9 @@ from islands.ledger import LearnerRecord, record_from_json
 from islands.merging import token_weight
 from islands.types import Manifest, Position, manifest_from_json
 
+# Counts up to here are exact as floats; a larger one is no count.
+LARGEST_COUNT = 2**53
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
@@ -63,7 +66,7 @@ class Contribution:
     @property
     def norm(self) -> float:
         """Euclidean norm of the whole delta."""
-        return math.sqrt(math.fsum(n * n for n in self.norms))
+        return math.hypot(*self.norms)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "payload": self.payload.to_json()}
@@ -169,22 +172,22 @@ class Lineage:
 def judge(offer: Contribution, lineage: Lineage) -> str | None:
     """Return why a contribution may not be merged, or None if it may.
 
-    Reasons, first match wins: "finished", "unknown" (no such learner), "layout", "tokens" (none, negative, or an
-    interval that runs backwards), "non-finite", "fenced" (of an incarnation that has a successor), "future" (its base
-    is ahead of the head), "stale", "lineage" (its base is no version of this run), "overlap" (part of its interval is
-    merged already: a replay, a duplicate, or work that would count twice), "outsized".
+    Reasons, first match wins: "finished", "unknown" (no such learner), "layout", "tokens" (none, negative, not whole,
+    or an interval that runs backwards), "non-finite", "fenced" (of an incarnation that has a successor), "future" (its
+    base is ahead of the head), "stale", "lineage" (its base is no version of this run), "overlap" (part of its interval
+    is merged already: a replay, a duplicate, or work that would count twice), "outsized".
     """
     head, base = lineage.head_version, offer.base_version
     tally = lineage.tallies.get(offer.learner, Tally())
     newest = lineage.incarnations.get(offer.learner, -1)
     is_fenced = offer.stop.incarnation < newest and offer.name not in lineage.listed
-    is_sound = all(map(math.isfinite, offer.norms)) and math.isfinite(offer.step_seconds)
+    is_sound = math.isfinite(offer.norm) and math.isfinite(offer.step_seconds)
     agrees = (offer.layout, offer.codec, len(offer.norms)) == (lineage.layout, lineage.codec, lineage.num_tensors)
     broken = {
         "finished": lineage.is_finished,
         "unknown": newest < 0,
         "layout": not agrees,
-        "tokens": min(offer.num_tokens, offer.num_steps) <= 0 or offer.offered_before < 0 or offer.start >= offer.stop,
+        "tokens": not _has_sound_counts(offer) or offer.start >= offer.stop,
         "non-finite": not is_sound,
         "fenced": is_fenced,
         "future": base > head or offer.stop.incarnation > newest,
@@ -194,6 +197,12 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
         "outsized": offer.norm > lineage.norm_limit,
     }
     return next((reason for reason, is_broken in broken.items() if is_broken), None)
+
+
+def _has_sound_counts(offer: Contribution) -> bool:
+    """Say whether the counts are whole numbers in range; a header may hold NaN, or a number no float can."""
+    lowest = ((offer.num_tokens, 1), (offer.num_steps, 1), (offer.offered_before, 0))
+    return all(isinstance(count, int) and least <= count <= LARGEST_COUNT for count, least in lowest)
 
 
 def consume(offer: Contribution, digest: str, head_version: int) -> Consumed:

@@ -300,15 +300,14 @@ class Learner:
                 if not num_steps:
                     self.optimizer.state.pop(parameter, None)
                     continue
-                pieces = (vector[spec.offset : spec.stop].copy() for vector in (state.first[p], state.second[p]))
-                first, second = (
-                    torch.from_numpy(piece).reshape(spec.shape).to(parameter.device, parameter.dtype) for piece in pieces
-                )
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(num_steps), dtype=torch.float32),
-                    "exp_avg": first,
-                    "exp_avg_sq": second,
-                }
+                # The fused kernels run over raw memory: moments must lie in it as the parameter does, and the step
+                # count on its device.
+                first, second = torch.empty_like(parameter.detach()), torch.empty_like(parameter.detach())
+                for moment, vector in ((first, state.first[p]), (second, state.second[p])):
+                    moment.copy_(torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape))
+                device = parameter.device if self.optimizer.defaults.get("fused") else "cpu"
+                step = torch.tensor(float(num_steps), dtype=torch.float32, device=device)
+                self.optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
 
 def adamw(
@@ -320,6 +319,8 @@ def adamw(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    # Over a weight that is a slice of a larger tensor the fused kernel silently computes nonsense (torch 2.13, CPU).
+    is_plain = all(parameter.is_contiguous() for parameter in parameters)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, fused=True
+        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, fused=is_plain
     )

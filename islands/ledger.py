@@ -23,6 +23,9 @@ from typing import Any
 
 from islands.types import Position
 
+# What only grows, from zero.
+TOTALS = ("base_version", "offered", "overwritten", "rolled_back", "replaced")
+
 
 @dataclass(frozen=True, slots=True)
 class FragmentClock:
@@ -205,6 +208,8 @@ def check_link(record: LearnerRecord, earlier: LearnerRecord | None) -> str | No
     Totals must add up, and none of them may ever shrink.
     """
     for p, clock in enumerate(record.clocks):
+        if negative := [field for field in TOTALS if getattr(clock, field) < 0]:
+            return f"fragment {p}: {negative[0]} is {getattr(clock, negative[0])}"
         if clock.trained != record.trained:
             return f"fragment {p}: {clock.trained} tokens have a fate, {record.trained} were trained"
         if not 0 <= clock.copied_tokens <= clock.open_tokens:
@@ -213,12 +218,16 @@ def check_link(record: LearnerRecord, earlier: LearnerRecord | None) -> str | No
         return None
     if record.position < earlier.position or record.trained < earlier.trained:
         return f"{record.position} with {record.trained} tokens follows {earlier.position} with {earlier.trained}"
+    if record.cursor < earlier.cursor:
+        return f"{record.cursor} samples were taken, {earlier.cursor} before"
+    if len(record.clocks) != len(earlier.clocks):
+        return f"has {len(record.clocks)} fragments, had {len(earlier.clocks)} before"
     return _first_shrunk(record.clocks, earlier.clocks)
 
 
 def _first_shrunk(now: Sequence[FragmentClock], before: Sequence[FragmentClock]) -> str | None:
     for p, (new, old) in enumerate(zip(now, before, strict=True)):
-        for field in ("base_version", "offered", "overwritten", "rolled_back", "replaced"):
+        for field in TOTALS:
             if getattr(new, field) < getattr(old, field):
                 return f"fragment {p}: {field} shrank from {getattr(old, field)} to {getattr(new, field)}"
     return None

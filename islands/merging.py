@@ -16,6 +16,8 @@ import numpy.typing as npt
 from islands.types import EmptyQuorum, FragmentLayout, FragmentMismatch, Refused, TensorSpec
 
 Vector = npt.NDArray[np.float32]
+# Elements worked on at a time: the copies every operation makes stay in the cache and out of the memory bill.
+BLOCK = 2**15
 # A direction shorter than this is rounding noise: unit vectors that cancel say nothing about where to go.
 DEGENERATE_NORM = 1e-12
 
@@ -94,7 +96,9 @@ def radial_directional_mean(deltas: Sequence[Vector], weights: Sequence[float]) 
 
 def sum_of_squares(values: Vector) -> float:
     """Return the sum of squares in float64. numpy's pairwise sum: the same bits on every machine, unlike BLAS."""
-    return float(np.add.reduce(np.square(values.ravel(), dtype=np.float64)))
+    flat = values.ravel()
+    blocks = (np.square(flat[first:last], dtype=np.float64) for first, last in spans(flat.size, BLOCK))
+    return math.fsum(float(np.add.reduce(block)) for block in blocks)
 
 
 def tensor_norms(values: Vector, layout: FragmentLayout) -> tuple[float, ...]:
@@ -197,18 +201,24 @@ def _accumulate(
     total = np.empty(layout.size, dtype=np.float32)
     lengths = [0.0] * len(layout.tensors)
     squares = [[0.0] * len(layout.tensors) for _ in scales]
+    buffer = np.empty(min(chunk_elements, layout.size), dtype=np.float64)
     for start, stop in spans(layout.size, chunk_elements):
         pieces = list(_pieces(layout.tensors, start, stop))
-        chunk = np.zeros(stop - start, dtype=np.float64)
+        chunk = buffer[: stop - start]
+        chunk.fill(0.0)
         for i, row in enumerate(scales):
             values = read(i, start, stop)
             for t, low, high in pieces:
-                part = values[low - start : high - start]
-                squares[i][t] += sum_of_squares(part)
-                chunk[low - start : high - start] += row[t] * part.astype(np.float64)
-        for t, low, high in pieces:
-            lengths[t] += float(np.add.reduce(np.square(chunk[low - start : high - start])))
+                for first, last in spans(high - low, BLOCK):
+                    block = slice(low - start + first, low - start + last)
+                    wide = values[block].astype(np.float64)
+                    chunk[block] += row[t] * wide
+                    squares[i][t] += float(np.add.reduce(np.square(wide, out=wide)))
+            del values  # before the next one is read, or two would be held
         total[start:stop] = chunk
+        for t, low, high in pieces:
+            piece = chunk[low - start : high - start]
+            lengths[t] += float(np.add.reduce(np.square(piece, out=piece)))
     return total, [math.sqrt(length) for length in lengths], squares
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from islands.types import ConfigError
 
-INIT_STD = 0.02
 MLP_FACTOR = 4
 
 
@@ -52,14 +51,14 @@ class Block(nn.Module):
         super().__init__()
         width = shape.width
         # What L layers add twice each to the stream keeps its size at the start.
-        residual_std = INIT_STD / math.sqrt(2 * shape.num_layers)
+        calm = 1 / math.sqrt(2 * shape.num_layers)
         self.num_heads = shape.num_heads
         self.attention_norm = nn.Parameter(torch.ones(width))
-        self.qkv = _normal((3 * width, width), INIT_STD, generator)
-        self.attention_out = _normal((width, width), residual_std, generator)
+        self.qkv = _matrix(3 * width, width, generator)
+        self.attention_out = _matrix(width, width, generator, gain=calm)
         self.mlp_norm = nn.Parameter(torch.ones(width))
-        self.mlp_in = _normal((MLP_FACTOR * width, width), INIT_STD, generator)
-        self.mlp_out = _normal((width, MLP_FACTOR * width), residual_std, generator)
+        self.mlp_in = _matrix(MLP_FACTOR * width, width, generator)
+        self.mlp_out = _matrix(width, MLP_FACTOR * width, generator, gain=calm)
 
     def forward(self, stream: Tensor) -> Tensor:
         """Map (batch, time, width) to (batch, time, width)."""
@@ -85,12 +84,12 @@ class ByteGPT(nn.Module):
     def __init__(self, shape: ModelShape, generator: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
-        self.token_embedding = _normal((shape.vocab, shape.width), INIT_STD, generator)
-        self.position_embedding = _normal((shape.context, shape.width), INIT_STD, generator)
+        self.token_embedding = _matrix(shape.vocab, shape.width, generator)
+        self.position_embedding = _matrix(shape.context, shape.width, generator)
         self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.num_layers))
         self.final_norm = nn.Parameter(torch.ones(shape.width))
         if not shape.tied:
-            self.head = _normal((shape.vocab, shape.width), INIT_STD, generator)
+            self.head = _matrix(shape.vocab, shape.width, generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the byte after each one.
@@ -156,8 +155,9 @@ def generate(
     return bytes(text[start:])
 
 
-def _normal(size: tuple[int, ...], std: float, generator: torch.Generator) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size).normal_(0.0, std, generator=generator))
+def _matrix(rows: int, columns: int, generator: torch.Generator, *, gain: float = 1.0) -> nn.Parameter:
+    """Return a normal (rows, columns) weight that keeps the size of what it is applied to, times `gain`."""
+    return nn.Parameter(torch.empty(rows, columns).normal_(0.0, gain / math.sqrt(columns), generator=generator))
 
 
 def _norm(stream: Tensor, gain: Tensor) -> Tensor:

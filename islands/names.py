@@ -29,6 +29,8 @@ _CONTRIBUTION = re.compile(r"inbox/f(\d+)/([^/]+)/(\d+)-(\d+)-(\d+)\.json")
 _VERSION = re.compile(r"versions/f(\d+)/v(\d+)\.json")
 _CHECKPOINT = re.compile(r"checkpoints/([^/]+)/(\d+)-(\d+)\.json")
 _NUMBERED = re.compile(r"(?:.*/)?(\d+)\.json")
+# How many parts the names of headers with a payload have, by their first one.
+_HEADER_PARTS = {"run": 1, "driver": 2, "versions": 3, "checkpoints": 3, "inbox": 4}
 
 
 class ContributionKey(NamedTuple):
@@ -116,13 +118,11 @@ def payload_folder(header: str, attempt: str) -> str:
 def header_of_payload(name: str) -> tuple[str, str] | None:
     """Return (header name, attempt folder) of an object below payloads/, or None.
 
-    Attempts are named without a slash, and array names too: payloads/<header>/<attempt>/<array>/... ; the attempt is
-    the path part that starts with "a-".
+    The attempt is the part after the header's, payloads/<header>/<attempt>/<array>/..., and starts with "a-". It is
+    found by counting: a learner's name, too, may start with "a-".
     """
-    parts = name.split("/")
-    if parts[0] != "payloads":
+    top, *parts = name.split("/")
+    num_parts = _HEADER_PARTS.get(parts[0]) if top == "payloads" and parts else None
+    if num_parts is None or len(parts) <= num_parts or not parts[num_parts].startswith("a-"):
         return None
-    for i in range(2, len(parts)):
-        if parts[i].startswith("a-"):
-            return "/".join(parts[1:i]) + ".json", "/".join(parts[: i + 1])
-    return None
+    return "/".join(parts[:num_parts]) + ".json", "/".join([top, *parts[: num_parts + 1]])

@@ -93,5 +93,6 @@ def decide(round: Round, *, now: float) -> Wait | Merge:
         for expectation in round.expected
     )
     merges_at = closes_at if is_awaited else ready_at
-    # A nanosecond of slack: waiting out the rounded difference must never end just short of the goal.
-    return Merge(everyone) if now >= merges_at - 1e-9 else Wait(merges_at - now)
+    # Some slack: waiting out the rounded difference must never end just short of the goal.
+    slack = max(1e-9, 2 * math.ulp(merges_at))
+    return Merge(everyone) if now >= merges_at - slack else Wait(merges_at - now)

@@ -6,7 +6,7 @@ Knows names and positions; must not know a store. Nothing is deleted unless a ru
     attempts       beside a commit; or of a learner, older than its newer committed push of that fragment
     version        the bytes of one behind head - 1 that no kept snapshot and no newest checkpoint names (commits stay)
     snapshot       beyond the newest three and the best of each suite
-    checkpoint     older than its learner's newest two
+    checkpoint     older than its learner's newest two; its bytes also where the header is gone or never came
     advisory       on a version at least two behind the head
     driver         older than the newest
 """
@@ -49,20 +49,23 @@ def collectable(all_names: Iterable[str], facts: Facts) -> list[str]:
     present = list(all_names)
     headers = {name for name in present if not name.startswith("payloads/")}
     newest = _newest_pushes(present)
-    old_checkpoints = frozenset(_old_checkpoints(present))
+    oldest_kept = _oldest_kept_checkpoints(present)
     newest_driver = max((names.number_of(n) or 0 for n in present if n.startswith("driver/")), default=0)
 
     def is_dead(header: str) -> bool:
         if (contribution := names.parse_contribution(header)) is not None:
             return is_settled(contribution, facts)
+        if (saved := names.parse_checkpoint(header)) is not None:
+            return saved[1] < oldest_kept.get(saved[0], Position(-1, 0))
+        number = names.number_of(header)
         if header.startswith("snapshots/"):
-            return names.number_of(header) not in facts.kept_snapshots
+            return number is not None and number not in facts.kept_snapshots
         if header.startswith("driver/"):
-            return (names.number_of(header) or 0) < newest_driver
+            return number is not None and number < newest_driver
         if header.startswith("advisories/"):
             folder, _, last = header.rpartition("/")
             return int(last.split("-")[0]) <= facts.heads[int(folder[-4:])] - 2
-        return header in old_checkpoints
+        return False
 
     def is_dead_payload(name: str) -> bool:
         found = names.header_of_payload(name)
@@ -102,8 +105,11 @@ def newest_checkpoints(all_names: Iterable[str]) -> dict[str, list[str]]:
     return {learner: [name for _, name in sorted(rows, reverse=True)] for learner, rows in found.items()}
 
 
-def _old_checkpoints(present: Iterable[str]) -> list[str]:
-    return [name for rows in newest_checkpoints(present).values() for name in rows[KEPT_CHECKPOINTS:]]
+def _oldest_kept_checkpoints(present: Iterable[str]) -> dict[str, Position]:
+    """Return learner -> position before which a checkpoint is dead: even one whose header is gone or never came."""
+    found = newest_checkpoints(present)
+    kept = [rows[KEPT_CHECKPOINTS - 1] for rows in found.values() if len(rows) >= KEPT_CHECKPOINTS]
+    return dict(parsed for name in kept if (parsed := names.parse_checkpoint(name)) is not None)
 
 
 def _newest_pushes(present: Iterable[str]) -> dict[tuple[int, str], Position]:

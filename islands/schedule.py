@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +34,5 @@ def learning_rate_at(num_tokens: int, schedule: Schedule) -> float:
 
 def own_share(total_tokens: int, rates: dict[str, float], name: str) -> int:
     """Return one learner's part of `total_tokens`: by tokens per second (`rates`), rounded up."""
-    return math.ceil(total_tokens * rates[name] / math.fsum(rates.values()))
+    exact = {learner: Fraction(rate) for learner, rate in rates.items()}
+    return math.ceil(total_tokens * exact[name] / sum(exact.values()))

@@ -38,7 +38,7 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Any], str]:
     try:
         record = json.loads(data)
         body, digest, version = record["body"], record["digest"], record["format"]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise DamagedObject(name, f"is no sealed record ({exc})") from exc
     if version != FORMAT_VERSION:
         raise DamagedObject(name, f"has format {version}, this program reads {FORMAT_VERSION}")

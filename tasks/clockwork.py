@@ -22,12 +22,13 @@ class Kind(IntEnum):
 
     STEP_ENDS = 0
     PUSH_LANDS = 1
-    LEAVE = 2
-    MERGE = 3
-    VERSION_ARRIVES = 4
-    RETURN = 5
-    STEP_BEGINS = 6
-    SAVE = 7
+    MERGE = 2
+    VERSION_ARRIVES = 3
+    RETURN = 4
+    STEP_BEGINS = 5
+    LAST_PUSH_LANDS = 6
+    LEAVE = 7
+    SAVE = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -59,19 +59,24 @@ def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None
             f"a run id must be new, got {run_id!r}, which exists in {config.store}; "
             f"choose another name, or continue it with `diloco resume {run_id}`"
         )
-    corpus = load_documents(config.data.source)
-    split = split_documents(
-        {document.name: document.text for document in corpus.documents},
-        shards=[island.name for island in config.islands],
-        weights=[island.speed * island.batch_size for island in config.islands],
-        held_out_fraction=config.data.held_out_fraction,
-    )
+    split = split_text(config)
     for island in config.islands:
         size = split.shards[island.name].size
         require_enough(island.name, size, batch_size=island.batch_size, context=config.model.context)
     built = build_model(model_shape(config), config.seed) if model is None else model
     layouts = lay_out_model(built, config)
     return Prepared(config, run_id, store, split, layouts, built)
+
+
+def split_text(config: RunConfig) -> Split:
+    """Return the configured text, cut into one shard per island (by speed and batch) and a held-out part."""
+    corpus = load_documents(config.data.source)
+    return split_documents(
+        {document.name: document.text for document in corpus.documents},
+        shards=[island.name for island in config.islands],
+        weights=[island.speed * island.batch_size for island in config.islands],
+        held_out_fraction=config.data.held_out_fraction,
+    )
 
 
 def lay_out_model(model: torch.nn.Module, config: RunConfig) -> tuple[FragmentLayout, ...]:

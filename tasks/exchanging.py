@@ -94,6 +94,10 @@ class Exchange:
         self.previous = records.write(run.store, name, offer.to_json())
         return offer
 
+    def has_saved(self, learner: Learner) -> bool:
+        """Say whether a checkpoint of the learner's present position exists."""
+        return self.run.store.read(names.checkpoint(self.learner, learner.position)) is not None
+
     def save(self, learner: Learner) -> str:
         """Write a checkpoint of the learner as it stands and return its name.
 

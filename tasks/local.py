@@ -2,7 +2,7 @@
 
 Knows events, delays, phases and scripted deaths; must not know how anything is computed. One unit of the clock is one
 base step: an inner step of an island with speed 1. Within one instant the order is fixed (see `Kind`): steps end, then
-pushes land, learners leave, merges run, versions arrive, learners return, steps begin, and last the state is saved. So
+pushes land, merges run, versions arrive, learners return, steps begin, learners leave, and last the state is saved. So
 islands in phase with no delay exchange without losing a step, as a synchronous algorithm would.
 
 A death is told as a story, since the order matters:
@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 from islands.data import batch_at
 from islands.fragments import is_due, own_period
 from islands.learner import Learner
@@ -128,7 +129,7 @@ class Driver:
         sync = self.run.config.sync
         return is_due(step, fragment, period_steps=sync.period_steps, num_fragments=sync.num_fragments)
 
-    def _send(self, seat: Seat, learner: Learner, fragment: int) -> None:
+    def _send(self, seat: Seat, learner: Learner, fragment: int, kind: Kind = Kind.PUSH_LANDS) -> None:
         """Copy a fragment and put it on its way; it takes the place of an older copy that has not left yet."""
         copy = learner.copy(fragment, next_push_steps=self._own_period(seat, fragment))
         unsent = seat.outbox.get(fragment)
@@ -136,7 +137,7 @@ class Driver:
             learner.count_replaced(fragment, unsent.num_tokens)
         seat.outbox[fragment] = copy
         lands_at = self.now + seat.island.push_delay_steps
-        self.schedule(lands_at, Kind.PUSH_LANDS, seat.island.name, fragment, copy.stop.step)
+        self.schedule(lands_at, kind, seat.island.name, fragment, copy.stop.step)
 
     def _own_period(self, seat: Seat, fragment: int) -> int:
         tallies = self.synchronizer.heads()[fragment].tallies
@@ -267,7 +268,7 @@ class Driver:
         for fragment in range(len(self.run.layouts)):
             clock = learner.clock(fragment)
             if clock.open_tokens > clock.copied_tokens:
-                self._send(seat, learner, fragment)
+                self._send(seat, learner, fragment, Kind.LAST_PUSH_LANDS)
         self.schedule(self.now + seat.island.push_delay_steps, Kind.LEAVE, seat.island.name)
 
     def _leave(self, seat: Seat, event: Event) -> None:
@@ -281,18 +282,26 @@ class Driver:
     # --- saving ---
 
     def save(self, *, reschedule: bool = True) -> None:
-        """Write every learner's checkpoint and the driver's own state, then collect what no rule needs."""
+        """Write every learner's checkpoint and the driver's own state, then collect what no rule needs.
+
+        A learner that has not moved since its last checkpoint (a blocking algorithm waits) has no name for a second
+        one: then nothing is saved this time, and the state before stays the one to resume from.
+        """
         if reschedule:
             self.schedule(self.now + self.run.config.local.checkpoint_steps, Kind.SAVE)
-        for seat in self.seats.values():
-            if seat.learner is not None and seat.exchange is not None:
-                try:
-                    seat.exchange.save(seat.learner)
-                except Refused as exc:
-                    self._tell(seat, f"checkpoint refused ({exc.reason})")
-                    self._die(seat, 0.0)
+        if any(seat.exchange.has_saved(seat.learner) for seat in self._present()):
+            return
+        for seat in self._present():
+            try:
+                seat.exchange.save(seat.learner)
+            except Refused as exc:
+                self._tell(seat, f"checkpoint refused ({exc.reason})")
+                self._die(seat, 0.0)
         write_state(self)
         collect(self.run)
+
+    def _present(self) -> list[Any]:
+        return [seat for seat in self.seats.values() if seat.learner is not None and seat.exchange is not None]
 
     def _tell(self, seat: Seat | None, what: str, loss: float | None = None) -> None:
         name = "" if seat is None else seat.island.name
@@ -302,6 +311,7 @@ class Driver:
 _HANDLERS: Mapping[Kind, Callable[[Driver, Seat, Event], None]] = {
     Kind.STEP_ENDS: Driver._step_ends,
     Kind.PUSH_LANDS: Driver._push_lands,
+    Kind.LAST_PUSH_LANDS: Driver._push_lands,
     Kind.LEAVE: Driver._leave,
     Kind.VERSION_ARRIVES: Driver._version_arrives,
     Kind.RETURN: Driver._return,

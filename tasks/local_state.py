@@ -62,6 +62,7 @@ def restore_state(driver: Driver) -> bool:
     saved = [n for n in run.store.list_names("driver/") if names.number_of(n) is not None]
     if not saved:
         truncate(run, {names.RUN, *(names.version(layout.index, 0) for layout in run.layouts)})
+        driver.reopen_synchronizer()
         return False
     name = max(saved, key=lambda n: names.number_of(n) or 0)
     body, _ = records.require(run.store, name)

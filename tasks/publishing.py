@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from infra.arrays import ArrayReader, ArrayWriter
 from infra.store import Store
 from islands import names
 from islands.codecs import STORED_DTYPE, Encoded, decode, encode
 from islands.contributions import Contribution, Tally
-from islands.merging import Vector, fold, nesterov_step, spans
+from islands.merging import BLOCK, Vector, fold, nesterov_step, spans
 from islands.types import DamagedObject, FragmentLayout, Manifest
 from islands.versions import Commit
 from tasks import records
@@ -94,14 +96,20 @@ def step_chunks(
     """Yield the next version chunk by chunk: the outer step on the parent's own parameters and momentum."""
     reader = ArrayReader(store, parent.payload)
     for start, stop in spans(delta.size, chunk_elements):
-        params, buffer = nesterov_step(
-            reader.read("params", start, stop),
-            reader.read("momentum", start, stop),
-            delta[start:stop],
-            learning_rate=learning_rate,
-            momentum_factor=momentum,
-        )
-        yield Stepped(start, params, buffer, encode(params, codec))
+        # The arrays just read are ours alone, so they take the result; in blocks, since every operation makes a copy.
+        params, buffer = reader.read("params", start, stop), reader.read("momentum", start, stop)
+        public = np.empty(stop - start, dtype=STORED_DTYPE[codec])
+        for first, last in spans(stop - start, BLOCK):
+            block = slice(first, last)
+            params[block], buffer[block] = nesterov_step(
+                params[block],
+                buffer[block],
+                delta[start + first : start + last],
+                learning_rate=learning_rate,
+                momentum_factor=momentum,
+            )
+            public[block] = encode(params[block], codec).values
+        yield Stepped(start, params, buffer, Encoded(codec, public))
 
 
 def write_version(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,25 @@ def list_runs(store_url: str) -> list[str]:
     """Return the ids of the runs under a store, sorted."""
     suffix = f"/{names.RUN}"
     return [name.removesuffix(suffix) for name in open_store(store_url).list_names("") if _is_run(name, suffix)]
+
+
+def next_run_id(store_url: str, prefix: str) -> str:
+    """Return the first free name of prefix-1, prefix-2, ..."""
+    taken = set(list_runs(store_url))
+    return next(name for n in count(1) if (name := f"{prefix}-{n}") not in taken)
+
+
+def require_unfinished(run: Run) -> Run:
+    """Return the run if it can go on.
+
+    Raises:
+        ConfigError: it has finished.
+    """
+    if run.store.read(names.FINISHED) is not None:
+        raise ConfigError(
+            f"a run to resume must not have ended, got {run.run_id!r}, which has; start a new run to train further"
+        )
+    return run
 
 
 def read_shard(run: Run, island: str) -> npt.NDArray[np.uint8]:

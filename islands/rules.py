@@ -1,0 +1,74 @@
+"""The rules between the fields of a configuration.
+
+This module knows which combinations of options are impossible or without effect; it must not know
+where a value came from, and decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from islands.overrides import shown
+
+if TYPE_CHECKING:
+    from islands.config import RunConfig, SyncConfig
+
+
+def broken_rules(config: RunConfig) -> Iterator[str]:
+    """Yield one line `path rule, got value; remedy` for each rule that the configuration breaks."""
+    model, sync, names = config.model, config.sync, [island.name for island in config.islands]
+    if model.width % model.num_heads:
+        yield (
+            f"model.width must be a multiple of model.num_heads ({model.num_heads}), got {model.width}; "
+            f"try {model.num_heads * max(1, round(model.width / model.num_heads))}"
+        )
+    if config.data.eval_bytes <= model.context:
+        yield (
+            f"data.eval_bytes must be > model.context ({model.context}), got {config.data.eval_bytes}; "
+            "raise it, or no sequence can be scored"
+        )
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"islands must have unique names, got {', '.join(twice)} more than once; rename one of them"
+    for index, fault in enumerate(config.local.faults):
+        if fault.island not in names:
+            yield (
+                f"local.faults.{index}.island must name an island ({', '.join(names)}), "
+                f"got {shown(fault.island)}; correct the name or remove the fault"
+            )
+    if sync.min_learners is not None and sync.min_learners > len(names):
+        yield (
+            f"sync.min_learners must be <= the number of islands ({len(names)}), got {sync.min_learners}; "
+            "lower it or add islands"
+        )
+    if sync.period_steps < sync.num_fragments:
+        yield (
+            f"sync.period_steps must be >= sync.num_fragments ({sync.num_fragments}), got {sync.period_steps}; "
+            "lengthen the period or use fewer fragments"
+        )
+    yield from _broken_streaming_rules(sync, num_islands=len(names))
+
+
+def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[str]:
+    if sync.algorithm != "streaming":
+        if sync.overlap_steps:
+            yield (
+                f"sync.overlap_steps must be 0 unless sync.algorithm is streaming ({sync.algorithm}), "
+                f"got {sync.overlap_steps}; remove it or choose streaming"
+            )
+        return
+    if sync.period_steps % sync.num_fragments:
+        yield (
+            f"sync.period_steps must be a multiple of sync.num_fragments ({sync.num_fragments}) under streaming, "
+            f"got {sync.period_steps}; try {sync.num_fragments * -(-sync.period_steps // sync.num_fragments)}"
+        )
+    if sync.overlap_steps * sync.num_fragments >= sync.period_steps:
+        yield (
+            f"sync.overlap_steps must be < sync.period_steps / sync.num_fragments "
+            f"({sync.period_steps / sync.num_fragments:g}), got {sync.overlap_steps}; lower it"
+        )
+    if sync.min_learners is not None and sync.min_learners < num_islands:
+        yield (
+            f"sync.min_learners must be the number of islands ({num_islands}) under streaming, "
+            f"got {sync.min_learners}; remove it or choose decoupled"
+        )

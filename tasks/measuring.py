@@ -1,0 +1,101 @@
+"""Memory and time of one merge by the real synchronizer, in a process of its own. No torch.
+
+`python -m tasks.measuring prepare FOLDER LEARNERS` writes a run with one 64 MB fragment and that many contributions;
+`python -m tasks.measuring merge FOLDER` merges them and prints the figures as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+
+import numpy as np
+
+from infra.arrays import write_arrays
+from infra.store import open_store
+from islands import names
+from islands.config import IslandConfig, RunConfig, SyncConfig
+from islands.contributions import Contribution
+from islands.fragments import lay_out, layout_digest
+from islands.ledger import FragmentClock, LearnerRecord
+from islands.merging import tensor_norms
+from islands.types import Position
+from islands.versions import layouts_to_json
+from tasks import records
+from tasks.merging import Synchronizer
+from tasks.publishing import publish_first
+from tasks.runs import Run, open_run
+
+NUM_TENSORS, TENSOR_ELEMENTS = 16, 2**20  # 64 MiB of float32
+RUN_ID = "merge"
+
+
+def prepare(folder: str, num_learners: int) -> None:
+    """Write the run. Its contributions share one payload on disk: a merge reads it once per learner all the same."""
+    islands = tuple(IslandConfig(name=f"i{i:03d}") for i in range(num_learners))
+    sync = SyncConfig(num_fragments=1, chunk_bytes=4 * 2**20, min_learners=num_learners, grace_fraction=0.0)
+    config = RunConfig(store=f"file://{folder}", durable=False, islands=islands, sync=sync)
+    shapes = {f"t{t:02d}": (TENSOR_ELEMENTS,) for t in range(NUM_TENSORS)}
+    store = open_store(config.store, durable=False).within(RUN_ID)
+    nothing = write_arrays(store, names.payload_folder(names.RUN, "a-0"), {"held_out": np.zeros(1, np.uint8)})
+    body = {
+        "config": config.model_dump(mode="json"),
+        "layouts": layouts_to_json(lay_out(shapes, embeddings=(), num_fragments=1)),
+        "data": {"payload": nothing.to_json()},
+    }
+    records.write(store, names.RUN, body)
+    run = open_run(config.store, RUN_ID)
+    layout = run.layouts[0]
+    generator = np.random.default_rng(0)
+    base_digest = publish_first(run, layout, generator.standard_normal(layout.size, dtype=np.float32), lambda: "a-0")
+    delta = 0.01 * generator.standard_normal(layout.size, dtype=np.float32)
+    payload = write_arrays(
+        run.store, "payloads/inbox/f0000/shared/a-0", {"delta": delta}, chunk_elements=run.chunk_elements
+    )
+    norms = tensor_norms(delta, layout)
+    start, stop = Position(0, 0), Position(0, 24)
+    for island in islands:
+        clock = FragmentClock(0, base_digest, start, 0, 24, 24, stop, 24, 24)
+        offer = Contribution(
+            learner=island.name,
+            fragment=0,
+            base_version=0,
+            base_digest=base_digest,
+            start=start,
+            stop=stop,
+            num_tokens=24,
+            num_steps=24,
+            offered_before=0,
+            norms=norms,
+            step_seconds=1.0,
+            layout=layout_digest(layout),
+            codec="float32",
+            payload=payload,
+            record=LearnerRecord(island.name, stop, 24, 24, (clock,)),
+        )
+        records.write(run.store, offer.name, offer.to_json())
+        records.write(run.store, names.incarnation(island.name, 0), {"listed": []})
+
+
+def merge(folder: str) -> dict[str, float]:
+    """Merge what `prepare` wrote; return peak memory beyond the start in fragments, and seconds."""
+    before = _peak_bytes()
+    start = time.perf_counter()
+    run: Run = open_run(f"file://{folder}", RUN_ID)
+    polled = Synchronizer(run, lambda: "a-1").poll(now=0.0)
+    seconds = time.perf_counter() - start
+    assert polled.published == ((0, 1),), polled
+    return {"peak_over_fragment": (_peak_bytes() - before) / (4 * run.layouts[0].size), "seconds": seconds}
+
+
+def _peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "prepare":
+        prepare(sys.argv[2], int(sys.argv[3]))
+    else:
+        json.dump(merge(sys.argv[2]), sys.stdout)

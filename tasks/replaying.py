@@ -1,0 +1,92 @@
+"""`verify --replay`: make every version again from what it consumed, and compare bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from infra.arrays import ArrayReader
+from islands import names
+from islands.codecs import encode
+from islands.learner import flatten, trainable
+from islands.merging import Vector, spans
+from islands.model import build_model
+from islands.types import ConfigError, DamagedObject, FragmentLayout
+from islands.versions import Commit
+from tasks import records
+from tasks.building import model_shape
+from tasks.publishing import Stepped, fold_contributions, step_chunks
+from tasks.runs import Run
+from tasks.verifying import Verification
+
+
+def replay_into(run: Run, found: Verification, *, watch: Callable[[int], None]) -> None:
+    """Add to `found` every version whose bytes do not follow from its parent and its contributions.
+
+    Args:
+        run: a run with everything kept.
+        found: what `verify` found; its problems grow.
+        watch: told the number of versions done so far.
+
+    Raises:
+        ConfigError: the run did not keep everything.
+    """
+    if run.config.retention != "all":
+        raise ConfigError(
+            f'a replay needs retention = "all", got "{run.config.retention}"; train with --set retention=all to replay'
+        )
+    done = 0
+    parameters = trainable(build_model(model_shape(run.config), run.config.seed))
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        for version in range(head.version + 1):
+            commit, _ = records.require_commit(run.store, layout.index, version)
+            try:
+                pieces = _again(run, layout, commit, flatten(layout, parameters))
+                _compare(run, layout, commit, pieces)
+            except DamagedObject as exc:
+                found.note(exc.name, exc.problem)
+            done += 1
+            watch(done)
+
+
+def _again(run: Run, layout: FragmentLayout, commit: Commit, initial: Vector) -> Iterator[Stepped]:
+    if commit.version == 0:
+        for start, stop in spans(layout.size, run.chunk_of(layout)):
+            values = initial[start:stop]
+            yield Stepped(start, values, values * 0, encode(values, commit.codec))
+        return
+    parent, _ = records.require_commit(run.store, layout.index, commit.version - 1)
+    offers = []
+    for entry in commit.consumed:
+        offer = records.read_contribution(run.store, entry.name)
+        if offer is None:
+            raise DamagedObject(entry.name, "is missing")
+        offers.append(offer[0])
+    weights = [entry.weight for entry in commit.consumed]
+    delta = fold_contributions(run.store, layout, offers, weights, run.chunk_of(layout))
+    yield from step_chunks(
+        run.store,
+        parent,
+        delta,
+        codec=commit.codec,
+        learning_rate=commit.learning_rate,
+        momentum=commit.momentum,
+        chunk_elements=run.chunk_of(layout),
+    )
+
+
+def _compare(run: Run, layout: FragmentLayout, commit: Commit, pieces: Iterator[Stepped]) -> None:
+    reader = ArrayReader(run.store, commit.payload)
+    name = names.version(layout.index, commit.version)
+    for piece in pieces:
+        stop = piece.start + piece.params.size
+        for array, values in (
+            ("params", piece.params),
+            ("momentum", piece.momentum),
+            ("public", piece.public.values),
+        ):
+            stored = reader.read(array, piece.start, stop)
+            if not np.array_equal(stored.view(np.uint8), values.view(np.uint8)):
+                raise DamagedObject(name, f"its {array} do not follow from its parent and contributions")

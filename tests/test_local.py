@@ -1,0 +1,318 @@
+"""The local driver: determinism, resuming after a kill at any point, deaths, blocking, the ledger's balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.store import Store
+from tasks import records
+from tasks.clockwork import Kind
+from tasks.local import Driver
+from tasks.reporting import status
+from tasks.runs import Run
+from tasks.verifying import verify
+from tests import runs
+
+FAULT = 'local.faults=[{island="north", step=13, return_after_steps=8}]'
+FOREVER = 'local.faults=[{island="north", step=13}]'
+
+
+class Killed(BaseException):
+    """The process is gone: nothing may catch it."""
+
+
+def final_state(run: Run) -> dict[str, bytes]:
+    """Return all that a run has come to: every object of it, byte for byte."""
+    return runs.objects(run)
+
+
+def require_balance(run: Run) -> None:
+    found = verify(run.store_url, run.run_id)
+    assert found.problems == []
+    assert [row.imbalance for row in found.rows] == [0] * len(run.config.islands)
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = runs.train(runs.tiny_config(tmp_path, FAULT, store="memory://same-1"))
+    second = runs.train(runs.tiny_config(tmp_path, FAULT, store="memory://same-2"))
+    assert final_state(first).keys() == final_state(second).keys()
+    different = {name for name, data in final_state(first).items() if final_state(second)[name] != data}
+    # Only what names the store, and what chains on it, may differ; every array must be equal.
+    assert not [name for name in different if name.startswith("payloads/")]
+
+
+def test_another_seed_gives_another_model(tmp_path: Path) -> None:
+    first = runs.train(runs.tiny_config(tmp_path, store="memory://seed-0"))
+    other = runs.train(runs.tiny_config(tmp_path, "seed=1", store="memory://seed-1"))
+    values = [records.read_public(run.store, records.find_head(run.store, 0)[0]) for run in (first, other)]
+    assert (values[0] != values[1]).any()
+
+
+def _uninterrupted(folder: Path, *assignments: str) -> tuple[Run, int]:
+    """Return a finished run, and how many steps all its learners took."""
+    driver = runs.start(runs.tiny_config(folder, *assignments))
+    steps = []
+    driver.watch = lambda beat: steps.append(beat) if beat.what == "step" else None
+    return runs.finish(driver), len(steps)
+
+
+def _kill_after_steps(driver: Driver, num_steps: int) -> None:
+    """Advance until a learner has ended so many steps, then die in the middle of that event."""
+    left = num_steps
+
+    def watch(beat: object) -> None:
+        nonlocal left
+        if getattr(beat, "what", "") == "step":
+            left -= 1
+            if left == 0:
+                raise Killed
+
+    driver.watch = watch
+    with pytest.raises(Killed):
+        runs.finish(driver)
+
+
+def test_a_run_killed_at_any_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Every object of the resumed run, digests included, is what the uninterrupted run wrote.
+
+    What a process killed after its n-th step leaves is what the store holds at that moment: it is copied there.
+    """
+    config = runs.tiny_config(tmp_path, FAULT.replace("13", "9"), "total_tokens=2_400", store="memory://killed")
+    driver = runs.start(config)
+    remains: list[dict[str, bytes]] = []
+    driver.watch = lambda beat: remains.append(final_state(driver.run)) if beat.what == "step" else None
+    expected = final_state(runs.finish(driver))
+    assert len(remains) > 60
+    for step, left_behind in enumerate(remains, start=1):
+        runs.fill(driver.run.store, left_behind)
+        resumed = runs.finish(runs.reopen(driver.run))
+        assert final_state(resumed) == expected, f"killed after step {step} of {len(remains)}"
+
+
+def test_a_run_killed_twice_in_one_place_still_resumes(tmp_path: Path) -> None:
+    whole, num_steps = _uninterrupted(tmp_path / "a", FAULT)
+    driver = runs.start(runs.tiny_config(tmp_path / "b", FAULT))
+    for step in (num_steps // 2, 5, 5, 20):
+        _kill_after_steps(driver, step)
+        driver = runs.reopen(driver.run)
+    again = runs.finish(driver)
+    for layout in whole.layouts:
+        heads = [records.find_head(run.store, layout.index)[0] for run in (whole, again)]
+        assert heads[0].version == heads[1].version
+        assert (records.read_public(whole.store, heads[0]) == records.read_public(again.store, heads[1])).all()
+    require_balance(again)
+
+
+def test_a_stop_on_request_loses_no_step(tmp_path: Path) -> None:
+    whole, _ = _uninterrupted(tmp_path / "a")
+    driver = runs.start(runs.tiny_config(tmp_path / "b"))
+    for _ in range(150):
+        driver.advance()
+    before = dict(driver.trained)
+    driver.save(reschedule=False)
+    resumed = runs.reopen(driver.run)
+    assert resumed.trained == before
+    again = runs.finish(resumed)
+    assert status(again).trained == status(whole).trained
+    require_balance(again)
+
+
+def test_a_killed_learner_comes_back_and_the_ledger_balances(tmp_path: Path) -> None:
+    run = runs.train(runs.tiny_config(tmp_path, FAULT))
+    require_balance(run)
+    seen = {island.name: island for island in status(run).islands}
+    assert seen["north"].incarnation == 1
+    assert seen["north"].tokens >= run.own_tokens("north")
+    assert seen["north"].merged_share > 0.3
+
+
+def test_a_learner_that_never_returns_is_written_off_and_the_run_ends(tmp_path: Path) -> None:
+    run = runs.train(runs.tiny_config(tmp_path, FOREVER))
+    require_balance(run)
+    seen = {island.name: island for island in status(run).islands}
+    assert seen["north"].state == "left"
+    assert seen["north"].tokens < run.own_tokens("north")
+
+
+def test_a_learner_that_dies_before_its_first_record_leaves_an_empty_account(tmp_path: Path) -> None:
+    run = runs.train(runs.tiny_config(tmp_path, 'local.faults=[{island="north", step=1}]'))
+    require_balance(run)
+    found = verify(run.store_url, run.run_id)
+    assert {row.learner: row.trained for row in found.rows}["north"] == 0
+
+
+def test_one_island_alone_trains_and_merges(tmp_path: Path) -> None:
+    """A single participant moves the model: nothing waits for peers, nothing is merged with zeros."""
+    text = runs.TINY[: runs.TINY.index("[[islands]]")] + '[[islands]]\nname = "solo"\nbatch_size = 2\n'
+    run = runs.train(runs.tiny_config(tmp_path, text=text))
+    require_balance(run)
+    assert records.find_head(run.store, 0)[0].version > 3
+    assert status(run).merged_share > 0.9
+
+
+def test_islands_in_phase_without_delay_lose_nothing(tmp_path: Path) -> None:
+    plain = ("islands.north.speed=1.0", "islands.north.push_delay_steps=0", "islands.west.start_steps=0")
+    more = ("islands.east.push_delay_steps=0", "islands.east.fetch_delay_steps=0", "islands.west.fetch_delay_steps=0")
+    run = runs.train(runs.tiny_config(tmp_path, *plain, *more))
+    require_balance(run)
+    assert status(run).merged_share == 1.0
+
+
+def test_a_learner_five_times_slower_contributes_all_the_same(tmp_path: Path) -> None:
+    run = runs.train(runs.tiny_config(tmp_path, "islands.north.speed=0.2", "total_tokens=8_000"))
+    require_balance(run)
+    seen = {island.name: island for island in status(run).islands}
+    assert seen["north"].merged_share > 0.3
+    assert seen["east"].merged_share > 0.5
+
+
+def test_a_learner_behind_a_slow_link_is_merged_late_and_discounted(tmp_path: Path) -> None:
+    config = runs.tiny_config(tmp_path, "islands.north.push_delay_steps=5", "islands.north.fetch_delay_steps=5", 'retention="all"')
+    run = runs.train(config)
+    require_balance(run)
+    staleness = set()
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        for version in range(1, head.version + 1):
+            commit, _ = records.require_commit(run.store, layout.index, version)
+            staleness |= {entry.staleness for entry in commit.consumed if entry.learner == "north"}
+    assert max(staleness) >= 1
+    assert {island.name: island for island in status(run).islands}["north"].merged_share > 0.2
+
+
+def test_bounded_retention_keeps_a_bounded_number_of_objects(tmp_path: Path) -> None:
+    """Twice the training leaves no more live objects behind, apart from the commits."""
+    counts = []
+    for n, tokens in enumerate((4_000, 8_000, 16_000)):
+        run = runs.train(runs.tiny_config(tmp_path / str(n), f"total_tokens={tokens}"))
+        counts.append(sum(not name.startswith("versions/") for name in run.store.list_names("")))
+    assert counts[2] <= counts[1] * 1.2
+
+
+def test_nan_is_refused_by_its_sender_and_never_reaches_a_version(tmp_path: Path) -> None:
+    """A learner whose parameters break starts again from its newest checkpoint; others go on."""
+    driver = runs.start(runs.tiny_config(tmp_path))
+    said = []
+    driver.watch = lambda beat: said.append(beat.what)
+    broken = False
+    while driver.advance():
+        learner = driver.seats["east"].learner
+        if not broken and learner is not None and learner.position.step == 12:
+            broken = True
+            next(iter(learner.model.parameters())).data.fill_(float("nan"))
+    assert any("non-finite" in what for what in said)
+    require_balance(driver.run)
+    for layout in driver.run.layouts:
+        head, _ = records.find_head(driver.run.store, layout.index)
+        assert bool((abs(records.read_public(driver.run.store, head)) < 1e6).all())
+
+
+class Dying:
+    """A store that lets `num_operations` operations through and dies at the next; reads count too."""
+
+    def __init__(self, inner: Store, num_operations: int) -> None:
+        self.inner = inner
+        self.left = num_operations
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def _count(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+        self._count()
+        self.inner.create(name, data, sync=sync)
+
+    def read(self, name: str) -> bytes | None:
+        self._count()
+        return self.inner.read(name)
+
+    def list_names(self, prefix: str) -> list[str]:
+        self._count()
+        return self.inner.list_names(prefix)
+
+    def delete(self, name: str) -> None:
+        self._count()
+        self.inner.delete(name)
+
+    def sync(self, prefix: str) -> None:
+        self._count()
+        self.inner.sync(prefix)
+
+    def within(self, prefix: str) -> Store:
+        return self.inner.within(prefix)
+
+
+def _to_the_first(driver: Driver, kind: Kind, after: float) -> None:
+    """Advance until the next event is of a kind, at or after a time."""
+    while not (driver.events[0].kind is kind and driver.events[0].time >= after):
+        driver.advance()
+
+
+def _die_at_every_operation(tmp_path: Path, kind: Kind, after: float, check: Callable[[Run], None]) -> int:
+    """Kill the process at the n-th store operation of one event, for every n; return how many there were."""
+    n = 0
+    while True:
+        config = runs.tiny_config(tmp_path, store=f"memory://dying-{tmp_path.name}-{n}")
+        driver = runs.start(config)
+        _to_the_first(driver, kind, after)
+        store = driver.run.store
+        dying = Dying(store, n)
+        object.__setattr__(driver.run, "store", dying)
+        try:
+            driver.advance()
+        except Killed:
+            object.__setattr__(driver.run, "store", store)
+            check(driver.run)
+            n += 1
+            continue
+        return n
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"), [(Kind.MERGE, 12.0), (Kind.PUSH_LANDS, 12.0), (Kind.SAVE, 9.0), (Kind.RETURN, 0.0)]
+)
+def test_a_writer_killed_at_its_nth_operation_leaves_the_old_world_or_the_new(
+    tmp_path: Path, kind: Kind, after: float
+) -> None:
+    """Whatever the operation, the run is sound as it stands and goes on to its end without anybody's help."""
+    heads: set[tuple[int, ...]] = set()
+
+    def check(run: Run) -> None:
+        found = verify(run.store_url, run.run_id)
+        assert found.problems == []
+        assert all(row.imbalance == 0 for row in found.rows)
+        heads.add(tuple(records.find_head(run.store, layout.index)[0].version for layout in run.layouts))
+        require_balance(runs.finish(runs.reopen(run)))
+
+    assert _die_at_every_operation(tmp_path, kind, after, check) > 3
+    assert len(heads) <= 4
+
+
+def test_creating_a_run_can_die_at_any_operation_and_is_repeated(tmp_path: Path) -> None:
+    """Before `run.json` the name is still free; after it, resuming completes the creation."""
+    from tasks import creating
+    from tasks.runs import list_runs
+
+    n = 0
+    while True:
+        config = runs.tiny_config(tmp_path, store=f"memory://creating-{n}")
+        prepared = creating.prepare_run(config, "r")
+        attempts = creating.attempts_of(prepared)
+        object.__setattr__(prepared, "store", Dying(prepared.store, n))
+        try:
+            creating.create_run(prepared, attempts)
+        except Killed:
+            n += 1
+            assert list_runs(config.store) == []
+            require_balance(runs.train(config))
+            continue
+        assert n > 3
+        return
