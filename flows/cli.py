@@ -45,7 +45,7 @@ def _version() -> str:
 
 app = App(
     name="diloco",
-    help="Train one model on islands of compute that never wait for each other. `diloco demo` is a good start.",
+    help="Train one model on islands of compute that never wait for each other. To begin: diloco demo",
     version=_version,
     result_action="return_value",
 )
@@ -335,7 +335,8 @@ def run_command(arguments: Sequence[str]) -> int:
         result = app(list(arguments), exit_on_error=False, print_error=False)
     except CycloptsError as exc:
         command = " ".join(["diloco", *(exc.command_chain or ())])
-        screen.complain(f"{str(exc).rstrip('.')}; `{command} --help` shows what it takes")
+        rule = str(exc) if str(exc).endswith("...") else str(exc).removesuffix(".")
+        screen.complain(f"{rule}; `{command} --help` shows what it takes")
         return BAD_USAGE
     except ConfigError as exc:
         screen.complain(str(exc))

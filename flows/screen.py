@@ -1,4 +1,7 @@
-"""What people see: progress, tables, plain lines where there is no terminal. Knows rich and records; decides nothing."""
+"""What people see: progress, tables, plain lines where there is no terminal.
+
+Knows rich and records; decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -190,9 +193,9 @@ def show_ledger(found: Verification) -> None:
     )  # fmt: skip
     rows = []
     for row in found.rows:
-        counts = (row.trained, row.merged, row.passed_over, row.pending)
-        counts += (row.overwritten, row.rolled_back, row.open, row.imbalance)
-        rows.append((row.learner, *(f"{count:,}" for count in counts)))
+        offered = (row.merged, row.passed_over, row.pending)
+        lost = (row.overwritten, row.rolled_back, row.open, row.imbalance)
+        rows.append((row.learner, *(f"{count:,}" for count in (row.trained, *offered, *lost))))
     say("what became of every trained token, counted once per fragment:")
     OUT.print()
     table(("island",), numbers, rows)

@@ -34,7 +34,7 @@ def collect(run: Run) -> int:
 def live_names(run: Run) -> list[str]:
     """Return every name but the commits of versions, which are never deleted: their number grows with the run."""
     folders = ("inbox", "snapshots", "checkpoints", "advisories", "driver", "payloads", "evaluations")
-    return [name for folder in folders for name in run.store.list_names(f"{folder}/")]
+    return [names.RUN, *(name for folder in folders for name in run.store.list_names(f"{folder}/"))]
 
 
 def retention_facts(run: Run, present: list[str]) -> Facts:
@@ -123,5 +123,6 @@ def _committed_folders(run: Run, present: list[str]) -> dict[str, str]:
     folders = {}
     for header, some in attempts.items():
         if len(some) > 1 and (body := records.read(run.store, header)) is not None:
-            folders[header] = body[0]["payload"]["folder"]
+            payload = records.payload_of(header, body[0])
+            folders[header] = "" if payload is None else payload["folder"]
     return folders

@@ -137,6 +137,12 @@ def read_coded(store: Store, payload: Manifest, array: str, codec: str) -> Vecto
     return decode(Encoded(codec, ArrayReader(store, payload).read(array)))
 
 
+def payload_of(name: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the manifest (as JSON values) of the payload a record commits, or None if it has none."""
+    found: Mapping[str, Any] | None = body["data"]["payload"] if name == names.RUN else body.get("payload")
+    return found
+
+
 def parsed(name: str, parse: Callable[[Mapping[str, Any]], Any], body: Mapping[str, Any]) -> Any:
     """Return `parse(body)`; a record that lacks what it must hold is damage, and is named."""
     try:

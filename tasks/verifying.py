@@ -138,7 +138,7 @@ def _check_payloads(evidence: _Evidence) -> None:
     """Check every byte behind every header that must still have its payload; name what belongs to nothing."""
     accounted: set[str] = set(evidence.dead)
     for name, body in evidence.bodies.items():
-        value = body["data"]["payload"] if name == names.RUN else body.get("payload")
+        value = records.payload_of(name, body)
         if value is None:
             continue
         manifest = _tolerate(evidence, name, manifest_from_json, value)
@@ -171,8 +171,8 @@ def _is_attempt(evidence: _Evidence, name: str) -> bool:
     if found is None:
         return False
     header, folder = found
-    committed = evidence.bodies.get(header, {}).get("payload", {}).get("folder")
-    return header not in evidence.present or (committed is not None and committed != folder)
+    payload = records.payload_of(header, evidence.bodies[header]) if header in evidence.bodies else None
+    return header not in evidence.present or (payload is not None and payload["folder"] != folder)
 
 
 # --- versions ---

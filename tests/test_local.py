@@ -17,6 +17,7 @@ from tasks.verifying import verify
 from tests import runs
 
 FAULT = 'local.faults=[{island="north", step=13, return_after_steps=8}]'
+SMALL = ("total_tokens=1_400", "sync.num_fragments=2", "local.checkpoint_steps=7")
 FOREVER = 'local.faults=[{island="north", step=13}]'
 
 
@@ -80,12 +81,12 @@ def test_a_run_killed_at_any_step_resumes_bit_for_bit(tmp_path: Path) -> None:
 
     What a process killed after its n-th step leaves is what the store holds at that moment: it is copied there.
     """
-    config = runs.tiny_config(tmp_path, FAULT.replace("13", "9"), "total_tokens=2_400", store="memory://killed")
+    config = runs.tiny_config(tmp_path, FAULT.replace("13", "7"), *SMALL, store="memory://killed")
     driver = runs.start(config)
     remains: list[dict[str, bytes]] = []
     driver.watch = lambda beat: remains.append(final_state(driver.run)) if beat.what == "step" else None
     expected = final_state(runs.finish(driver))
-    assert len(remains) > 60
+    assert len(remains) > 35
     for step, left_behind in enumerate(remains, start=1):
         runs.fill(driver.run.store, left_behind)
         resumed = runs.finish(runs.reopen(driver.run))
@@ -260,7 +261,7 @@ def _die_at_every_operation(tmp_path: Path, kind: Kind, after: float, check: Cal
     """Kill the process at the n-th store operation of one event, for every n; return how many there were."""
     n = 0
     while True:
-        config = runs.tiny_config(tmp_path, store=f"memory://dying-{tmp_path.name}-{n}")
+        config = runs.tiny_config(tmp_path, *SMALL, store=f"memory://dying-{tmp_path.name}-{n}")
         driver = runs.start(config)
         _to_the_first(driver, kind, after)
         store = driver.run.store
@@ -277,7 +278,7 @@ def _die_at_every_operation(tmp_path: Path, kind: Kind, after: float, check: Cal
 
 
 @pytest.mark.parametrize(
-    ("kind", "after"), [(Kind.MERGE, 12.0), (Kind.PUSH_LANDS, 12.0), (Kind.SAVE, 9.0), (Kind.RETURN, 0.0)]
+    ("kind", "after"), [(Kind.MERGE, 10.0), (Kind.PUSH_LANDS, 10.0), (Kind.SAVE, 7.0), (Kind.RETURN, 0.0)]
 )
 def test_a_writer_killed_at_its_nth_operation_leaves_the_old_world_or_the_new(
     tmp_path: Path, kind: Kind, after: float

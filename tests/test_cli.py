@@ -1,0 +1,499 @@
+"""The command line as people and scripts use it: exit statuses, messages, and the life of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.numpy import load_file
+
+from flows import screen
+from flows.cli import run_command
+from tasks.reporting import FragmentStatus, IslandStatus, Status
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "the quick brown fox jumps over a lazy dog while seven islands train one model".split()
+CONFIG = """
+store = "file://{folder}/runs"
+durable = false
+total_tokens = 4000
+model = {{ width = 16, num_layers = 1, num_heads = 2, context = 16 }}
+data = {{ source = "{folder}/text", eval_bytes = 512 }}
+sync = {{ period_steps = 8 }}
+islands = [{{ name = "west", batch_size = 2 }}, {{ name = "east", batch_size = 2 }}]
+"""
+
+
+class Said(NamedTuple):
+    """How a command ended and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Desk:
+    """A folder with text, a configuration and a store; `run` is the real command line, in this process."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.config = folder / "run.toml"
+        self.store = folder / "runs"
+        self.url = f"file://{self.store}"
+        self._capsys = capsys
+
+    def run(self, *arguments: str) -> Said:
+        self._capsys.readouterr()
+        status = run_command(arguments)
+        return Said(status, *self._capsys.readouterr())
+
+    def train(self, *arguments: str, run: str = "first") -> Said:
+        return self.run("train", str(self.config), f"--run={run}", *arguments)
+
+    def on(self, command: str, *arguments: str, run: str = "first") -> Said:
+        return self.run(command, run, "--store", self.url, *arguments)
+
+    def objects(self) -> dict[str, bytes]:
+        """Return everything below the store's folder."""
+        return {str(path): path.read_bytes() for path in self.store.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def desk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Desk:
+    for name in [name for name in os.environ if name.upper().startswith("DILOCO_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    rng = random.Random(0)
+    for index in range(8):
+        words = " ".join(rng.choice(WORDS) for _ in range(600))
+        (tmp_path / "text" / f"{index}.txt").write_text(words, encoding="utf-8")
+    made = Desk(tmp_path, capsys)
+    made.config.write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    return made
+
+
+def spawn(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flows", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+# --- the life of a run --------------------------------------------------------------------------
+
+
+def test_a_run_is_trained_looked_at_scored_exported_sampled_and_verified(desk: Desk) -> None:
+    trained = desk.train()
+    assert (trained.status, trained.err) == (0, "")
+    assert "training: 100 %" in trained.out
+    assert "run first: finished, 4,032 of 4,000 tokens" in trained.out
+
+    seen = desk.on("status")
+    assert seen.status == 0
+    assert [line.split()[0] for line in seen.out.splitlines() if "left" in line] == ["west", "east"]
+    told = json.loads(desk.on("status", "--json").out)
+    assert (told["is_finished"], told["trained"]) == (True, 4032)
+
+    listed = desk.run("runs", "--store", desk.url)
+    assert (listed.status, "first  finished" in listed.out) == (0, True)
+
+    scored = desk.on("evaluate", "--json")
+    assert 0 < json.loads(scored.out)["bits_per_byte"] < 8
+    assert f"{json.loads(scored.out)['bits_per_byte']:.4f} bits/byte" in desk.on("evaluate").out
+
+    target = desk.folder / "weights.safetensors"
+    assert desk.on("export", "--to", str(target)).status == 0
+    shapes = {name: values.shape for name, values in load_file(target).items()}
+    assert shapes["token_embedding"] == (256, 16)
+    layouts = json.loads((desk.store / "first" / "run.json").read_text())
+    assert set(shapes) == tensor_names(layouts)
+
+    text = desk.on("sample", "--prompt", "[bold]the ", "--num-bytes", "20")
+    assert text.status == 0
+    assert text.out.startswith("[bold]the ")
+    assert text == desk.on("sample", "--prompt", "[bold]the ", "--num-bytes", "20")
+
+    verified = desk.on("verify")
+    assert (verified.status, verified.err) == (0, "")
+    assert "balanced" in verified.out
+
+    before = desk.objects()
+    refused = desk.on("resume")
+    assert (refused.status, refused.out) == (2, "")
+    assert "must not have ended, got 'first'" in refused.err
+    assert desk.objects() == before
+
+
+def tensor_names(value: Any) -> set[str]:
+    """Return every tensor name in the layouts of `run.json`, however deep."""
+    if isinstance(value, dict):
+        found = {value["name"]} if {"name", "shape"} <= set(value) else set()
+        return found.union(*map(tensor_names, value.values()))
+    return set().union(*map(tensor_names, value)) if isinstance(value, list) else set()
+
+
+def test_a_run_without_a_name_takes_the_next_free_one(desk: Desk) -> None:
+    for name in ("run-1", "run-2"):
+        assert desk.run("train", str(desk.config), "--set", "total_tokens=64").out.startswith(
+            f"run {name} in {desk.url}\n"
+        )
+
+
+def test_json_is_one_document_and_nothing_else(desk: Desk) -> None:
+    trained = desk.train("--json", "--set", "total_tokens=600", "retention=all")
+    assert (trained.status, trained.err) == (0, "")
+    assert set(json.loads(trained.out)) == {"status", "score"}
+    verified = desk.on("verify", "--replay", "--json")
+    assert (verified.status, verified.err) == (0, "")
+    told = json.loads(verified.out)
+    assert told["is_sound"]
+    assert [row["imbalance"] for row in told["rows"]] == [0, 0]
+    assert [
+        row["run_id"] for row in json.loads(desk.run("runs", "--store", desk.url, "--json").out)
+    ] == ["first"]
+
+
+def test_an_altered_object_is_named_on_standard_error_and_the_ledger_still_shown(
+    desk: Desk,
+) -> None:
+    desk.train("--set", "total_tokens=600")
+    altered = max(
+        path
+        for path in (desk.store / "first" / "payloads" / "versions").rglob("*")
+        if path.is_file()
+    )
+    altered.write_bytes(altered.read_bytes()[:-1] + b"\x00\x01")
+    verified = desk.on("verify")
+    assert verified.status == 1
+    assert altered.relative_to(desk.store / "first").as_posix() in verified.err
+    assert "west" in verified.out
+    assert "1 problem" in verified.out
+
+
+def test_a_damaged_run_does_not_hide_the_others(desk: Desk) -> None:
+    for name in ("first", "second"):
+        desk.train("--set", "total_tokens=64", run=name)
+    (desk.store / "first" / "run.json").write_bytes(b"{}")
+    listed = desk.run("runs", "--store", desk.url)
+    assert listed.status == 0
+    assert "second" in listed.out
+    assert "first: cannot be read" in listed.err
+    assert desk.on("status").status == 1
+
+
+def test_refused_contributions_are_visible_and_tables_fit_into_100_columns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    island = IslandStatus(
+        "europe",
+        "eu-north",
+        "training",
+        3,
+        123_456,
+        10**9,
+        0.25,
+        0.912,
+        2,
+        {"stale": 3, "fenced": 1},
+    )
+    fragment = FragmentStatus(0, 10**9, 12_345, 10**12, 3)
+    screen.show_status(Status("demo-1", False, 4 * 10**9, 10**12, 0.9, (island,), (fragment,)))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("fenced 1, stale 3" in line for line in lines)
+    assert max(map(len, lines)) <= 110
+
+
+def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:
+    set_ = (
+        "--set",
+        "seed=1",
+        "--set=sync.period_steps=12",
+        "--set",
+        "islands.west.speed=0.5",
+        "outer.merge=mean",
+    )
+    first = desk.run("config", str(desk.config), *set_)
+    assert first.status == 0
+    for line in ("seed = 1", "period_steps = 12", "speed = 0.5", 'merge = "mean"'):
+        assert line in first.out
+    again = desk.folder / "again.toml"
+    again.write_text(first.out, encoding="utf-8")
+    assert desk.run("config", str(again)) == first
+
+
+# --- bad usage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nope"],
+        ["train", "--bogus"],
+        ["train", "--set"],
+        ["train", "--run", "-rf"],
+        ["train", "--driver", "prefect"],
+        ["status"],
+        ["status", "-rf"],
+        ["status", "a", "b"],
+        ["status", "a", "--watch", "--json"],
+        ["sample", "a"],
+        ["sample", "a", "--prompt", "x", "--num-bytes", "0"],
+        ["sample", "a", "--prompt", "x", "--temperature", "nan"],
+        ["sample", "a", "--prompt", "x", "--temperature", "1e-30"],
+        ["sample", "a", "--prompt", "\udcff"],
+        ["export", "a"],
+        ["export", "a", "--to", "."],
+        ["export", "a", "--to", "no/such/folder/x"],
+        ["bench", "nope"],
+        ["bench", "start", "--json", "no/such/folder/x"],
+        ["train", "nofile.toml"],
+        ["train", "."],
+        ["train", "latin.toml"],
+        ["train", "broken.toml"],
+        ["train", "--set", "seed=1", "run.toml"],
+        ["train", "--set", "seed"],
+        ["status", "nosuchrun"],
+        ["verify", "nosuchrun"],
+        ["evaluate", "nosuchrun"],
+        ["resume", "nosuchrun"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_one_message_and_exit_status_2(desk: Desk, arguments: list[str]) -> None:
+    (desk.folder / "latin.toml").write_bytes('store = "ü"'.encode("latin-1"))
+    (desk.folder / "broken.toml").write_text("store = ", encoding="utf-8")
+    said = desk.run(*arguments)
+    assert (said.status, said.out) == (2, "")
+    assert said.err.count("\n") == 1
+    assert ";" in said.err
+    assert not desk.store.exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["--version"]], ids=str)
+def test_help_and_version_are_no_errors(desk: Desk, arguments: list[str]) -> None:
+    said = desk.run(*arguments)
+    assert (said.status, said.err) == (0, "")
+    assert said.out
+
+
+# --- bad configurations: nothing is created -------------------------------------------------------
+
+BAD_VALUES = {
+    "misspelt": ("sync.perod_steps", "8", ["sync.perod_steps is unknown", "got ", "8", "sync.period_steps?"]),
+    "wrong type": ("sync.period_steps", '"x"', ["sync.period_steps must be", 'got "x"', "; write"]),
+    "out of bounds": ("sync.period_steps", "0", ["sync.period_steps must be greater", "got 0", "; choose"]),
+}  # fmt: skip
+DOORS = ("file", "set", "environment")
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_a_bad_value_is_named_by_every_door(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, case: str, door: str
+) -> None:
+    key, value, parts = BAD_VALUES[case]
+    arguments = []
+    if door == "set":
+        arguments = ["--set", f"{key}={value}"]
+    elif door == "environment":
+        monkeypatch.setenv(f"DILOCO_{key.upper().replace('.', '__')}", value)
+        parts = [part.replace("sync.period_steps?", "DILOCO_SYNC__PERIOD_STEPS?") for part in parts]
+    else:
+        text = desk.config.read_text(encoding="utf-8").replace(
+            "period_steps = 8", f"{key[5:]} = {value}"
+        )
+        desk.config.write_text(text, encoding="utf-8")
+    require_refused(desk, desk.train(*arguments), *parts)
+
+
+BAD_SETTINGS = [
+    (["sync.min_learners=3"], ["sync.min_learners must be <= the number of islands (2)", "got 3", "; lower it"]),
+    (["islands.1.name=west"], ["islands must have unique names", "got west", "; rename"]),
+    (["islands.0.batch_size=9999"], ["shard 'west' must hold one batch", "got ", "lower batch_size (9999)"]),
+    (["sync.num_fragments=99", "sync.period_steps=99"], ["sync.num_fragments must be", "got 99", "; choose"]),
+    (["store=ftp://host/runs"], ["a store URL must begin with", "got 'ftp'", "; for a local folder"]),
+    (["store=runs"], ["a store URL must begin with", "got ''", "; for a local folder"]),
+    (["data.source=/no/such/folder"], ["a text source must be", "got '/no/such/folder'", "create the folder"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "parts"), BAD_SETTINGS, ids=lambda value: value[0])
+def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
+    desk: Desk, settings: list[str], parts: list[str]
+) -> None:
+    require_refused(desk, desk.train("--set", *settings), *parts)
+
+
+BAD_NAMES = [
+    "..", ".", "", "a/b", "/abs", "a\\b", "%2e%2e", " a ", "Ünï", "-rf", "a" * 300, "a\nb", "A", "a-", "\udcff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=ascii)
+def test_a_run_id_that_is_no_plain_name_is_refused_everywhere(desk: Desk, name: str) -> None:
+    require_refused(
+        desk, desk.train(run=name), "a run id must be 1 to 64 of a-z", "got ", "; choose"
+    )
+    if name.startswith("-"):
+        return
+    for command in ("resume", "status", "evaluate", "verify"):
+        said = desk.on(command, run=name)
+        require_refused(desk, said, "a run id must be 1 to 64 of a-z", "got ", "; choose")
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_NAMES if name != "\udcff"], ids=ascii)
+def test_an_island_name_that_is_no_plain_name_is_refused(desk: Desk, name: str) -> None:
+    said = desk.train("--set", f"islands.0.name={json.dumps(name)}")
+    require_refused(
+        desk, said, "islands.0.name must", "got ", "; choose", "alphanumeric at both ends"
+    )
+
+
+def test_a_file_in_the_way_of_the_store_is_named(desk: Desk) -> None:
+    desk.store.write_text("a file", encoding="utf-8")
+    said = desk.train()
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert f"a file URL must name a folder, got '{desk.url}'" in said.err
+    assert desk.store.read_text(encoding="utf-8") == "a file"
+
+
+def test_a_text_file_that_is_not_utf8_is_named(desk: Desk) -> None:
+    path = desk.folder / "text" / "latin.txt"
+    path.write_bytes("Übung".encode("latin-1"))
+    require_refused(desk, desk.train(), "must be UTF-8", str(path), "0xdc", "convert it")
+
+
+def test_a_device_this_machine_lacks_is_refused_before_anything_is_written(desk: Desk) -> None:
+    said = desk.train("--set", 'islands.east.device="cuda:99"')
+    require_refused(desk, said, "islands.east.device must", 'got "cuda:99"', "; ")
+
+
+def require_refused(desk: Desk, said: Said, *parts: str) -> None:
+    assert (said.status, said.out) == (2, "")
+    assert said.err.count("\n") == 1
+    for part in parts:
+        assert part in said.err
+    assert not desk.store.exists()
+
+
+def test_an_occupied_run_id_is_refused_and_the_run_untouched(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    before = desk.objects()
+    said = desk.train()
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "a run id must be new, got 'first'" in said.err
+    assert "`diloco resume first`" in said.err
+    assert desk.objects() == before
+
+
+# --- stopping and going on ------------------------------------------------------------------------
+
+
+def started(desk: Desk) -> subprocess.Popen[str]:
+    """Return a run in another process that has trained a few steps and would go on for long."""
+    process = spawn(
+        "train",
+        str(desk.config),
+        "--run",
+        "first",
+        "--set",
+        "total_tokens=400_000",
+        "local.checkpoint_steps=16",
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"run first in {desk.url}\n"
+    time.sleep(0.5)
+    return process
+
+
+def require_an_end(desk: Desk) -> None:
+    """Resume the run a little further than it has come, to its end, and verify it."""
+    trained = json.loads(desk.on("status", "--json").out)["trained"]
+    resumed = desk.on("resume", "--set", f"total_tokens={trained + 1000}")
+    assert (resumed.status, resumed.err) == (0, "")
+    assert "run first: finished" in resumed.out
+    assert desk.on("verify").status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_stops_on_request_within_seconds_and_resumes(
+    desk: Desk, number: signal.Signals
+) -> None:
+    process = started(desk)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert f"`diloco resume first --store {desk.url}` continues" in err
+    assert "Traceback" not in err
+    before = desk.objects()
+    said = desk.on(
+        "resume", "--set", "seed=1", "model.width=32", "islands.0.name=north", "sync.period_steps=9"
+    )
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "got other values for seed, model.width, islands.names;" in said.err
+    assert desk.objects() == before
+    require_an_end(desk)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes(desk: Desk) -> None:
+    process = started(desk)
+    process.kill()
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    require_an_end(desk)
+
+
+# --- speed, and the demo --------------------------------------------------------------------------
+
+
+def test_looking_needs_no_torch(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    script = f"""
+import sys
+from flows.cli import run_command
+for heavy in ("torch", "zarr", "numpy"):
+    assert heavy not in sys.modules, heavy
+for command in (["runs"], ["status", "first"], ["verify", "first"], ["config"]):
+    assert run_command([*command, *([] if command == ["config"] else ["--store", {desk.url!r}])]) == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_demo_tells_its_story_and_fails_if_the_loss_is_not_below_the_bigrams(
+    desk: Desk,
+) -> None:
+    settings = [
+        f"store={desk.url}", "durable=false", "total_tokens=8000", f"data.source={desk.folder}/text",
+        "data.eval_bytes=512", "model.width=16", "model.num_layers=1", "model.num_heads=2", "model.context=16",
+        'local.faults=[{island = "europe", step = 12, return_after_steps = 4}]',
+    ]  # fmt: skip
+    said = desk.run("demo", "--set", *settings)
+    assert said.status == 1
+    assert "the loss must be below the bigram's" in said.err
+    for part in (
+        "europe dies",
+        "europe comes back as incarnation 1",
+        "data-parallel, as many tokens",
+        "balanced",
+    ):
+        assert part in said.out
+    assert desk.on("verify", run="demo-1").status == 0
