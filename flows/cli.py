@@ -6,22 +6,20 @@ Heavy imports (torch) happen inside commands, so that help and status stay quick
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows import screen
+from flows import following, screen
+from flows.following import BAD_USAGE, DONE, FAILED, STOPPED
 from infra import settings
 from islands.config import RunConfig, parse_config, to_toml
 from islands.types import ConfigError, IslandsError
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from tasks.reporting import Status
     from tasks.runs import Run
 
-DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 130
 LARGEST_SEED = 2**63 - 1
 COLDEST = 0.01  # below it, logits divided by the temperature overflow
 
@@ -62,10 +59,7 @@ Set = Annotated[
         help="Settings such as sync.period_steps=24 islands.west.speed=0.5; values are TOML literals.",
     ),
 ]
-StoreUrl = Annotated[
-    str | None,
-    Parameter(help="URL under which runs lie; default: $DILOCO_STORE, or file://./runs."),
-]
+StoreUrl = Annotated[str | None, Parameter(help="Default: $DILOCO_STORE, or file://./runs.")]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print one JSON document.")]
 Snapshot = Annotated[int | None, Parameter(help="Number of the snapshot; default: the newest.")]
 
@@ -83,7 +77,7 @@ def train(
     json: Json = False,
 ) -> int:
     """Train one run to its end. Ctrl-C stops it at a saved state."""
-    with _stopping() as is_stopped:
+    with following.stopping() as is_stopped:
         from flows import local
         from tasks.runs import next_run_id
 
@@ -93,13 +87,16 @@ def train(
         def work(watch: Watch) -> Outcome:
             return local.train(settled, name, watch=watch, is_stopped=is_stopped)
 
-        return _follow(settled, settled.store, name, json, work)
+        again = _resume_line(settled.store, name)
+        return following.follow(
+            work, f"run {name} in {settled.store}", settled.total_tokens, again, json
+        )
 
 
 @app.command
 def resume(run: RunName, /, *, set_: Set = (), store: StoreUrl = None, json: Json = False) -> int:
     """Continue an interrupted run; operational settings may change, its identity may not."""
-    with _stopping() as is_stopped:
+    with following.stopping() as is_stopped:
         from flows import local
         from tasks.runs import change_config, require_unfinished
 
@@ -108,7 +105,9 @@ def resume(run: RunName, /, *, set_: Set = (), store: StoreUrl = None, json: Jso
         def work(watch: Watch) -> Outcome:
             return local.resume(opened, watch=watch, is_stopped=is_stopped)
 
-        return _follow(opened.config, opened.store_url, run, json, work)
+        headline = f"run {run} in {opened.store_url}"
+        again = _resume_line(opened.store_url, run)
+        return following.follow(work, headline, opened.config.total_tokens, again, json)
 
 
 @app.command
@@ -208,9 +207,7 @@ def sample(
     ] = 0.8,
     seed: Annotated[
         int,
-        Parameter(
-            help="The same seed gives the same text.", validator=Number(gte=0, lte=LARGEST_SEED)
-        ),
+        Parameter(help="Same seed, same text.", validator=Number(gte=0, lte=LARGEST_SEED)),
     ] = 0,
     snapshot: Snapshot = None,
     store: StoreUrl = None,
@@ -282,7 +279,7 @@ def show_config(config: ConfigFile = None, /, *, set_: Set = ()) -> int:
 @app.command
 def demo(*, set_: Set = ()) -> int:
     """Train the example run on four islands, lose one and take it back, and compare with data-parallel training."""
-    with _stopping() as is_stopped:
+    with following.stopping() as is_stopped:
         from flows.demo import run_demo
 
         return run_demo(set_, settings.environment(), is_stopped)
@@ -292,9 +289,7 @@ def demo(*, set_: Set = ()) -> int:
 def bench(
     name: Annotated[
         Literal["quality", "merge", "start"],
-        Parameter(
-            help="Loss against data-parallel training, memory of a merge, or start-up times."
-        ),
+        Parameter(help="Loss against data-parallel training, a merge's memory, start-up times."),
     ],
     /,
     *,
@@ -342,68 +337,17 @@ def run_command(arguments: Sequence[str]) -> int:
         screen.complain(str(exc))
         return BAD_USAGE
     except IslandsError as exc:
-        screen.complain(f"{type(exc).__name__}: {exc}")
+        kind = "" if type(exc) is IslandsError else f"{type(exc).__name__}: "
+        screen.complain(f"{kind}{exc}")
         return FAILED
     except KeyboardInterrupt:
         return STOPPED
     return result if isinstance(result, int) else DONE
 
 
-def _follow(
-    config: RunConfig, url: str, name: str, json: bool, work: Callable[[Watch], Outcome]
-) -> int:
-    """Run a flow under a progress bar and show how it ended."""
-    from tasks.reporting import status as status_of
-
-    again = _resume_line(url, name)
-    try:
-        if json:
-            outcome = work(lambda beat: None)
-        else:
-            with screen.progress("training", config.total_tokens) as advance:
-                outcome = work(
-                    screen.Follower(f"run {name} in {url}", config.total_tokens, advance)
-                )
-    except KeyboardInterrupt:
-        screen.complain(f"interrupted at once; `{again}` continues from what was saved last")
-        raise
-    seen, score = status_of(outcome.run), outcome.score
-    if json:
-        screen.show_json(
-            {"status": asdict(seen), "score": None if score is None else asdict(score)}
-        )
-    elif score is not None:
-        screen.show_status(seen)
-        screen.OUT.print()
-        screen.show_score(score)
-    if score is None:
-        screen.complain(f"stopped on request; `{again}` continues")
-        return STOPPED
-    return DONE
-
-
 def _resume_line(url: str, name: str) -> str:
     store = [] if url == _store_url(None) else ["--store", url]
     return shlex.join(["diloco", "resume", name, *store])
-
-
-@contextlib.contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """Yield a claim that becomes true at the first SIGINT or SIGTERM; a second one interrupts at once."""
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        screen.complain("stopping at the next saved state; once more interrupts at once")
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _load(config: Path | None, assignments: tuple[str, ...]) -> RunConfig:

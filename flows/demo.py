@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 from flows import local, screen
+from flows.following import DONE, FAILED, STOPPED
 from islands.config import RunConfig, parse_config
 from islands.types import IslandsError
 from tasks import building
@@ -20,7 +21,6 @@ from tasks.reporting import status
 from tasks.runs import next_run_id
 from tasks.verifying import verify
 
-STOPPED = 130
 _POLL_SECONDS = 0.2
 
 
@@ -39,7 +39,7 @@ def run_demo(
         with screen.progress("training", config.total_tokens) as advance:
             follower = screen.Follower("", config.total_tokens, advance)
             outcome = local.train(config, run_id, watch=follower, is_stopped=is_stopped)
-        if outcome.score is None:
+        if not outcome.is_finished:
             screen.complain(
                 f"stopped on request; `diloco resume {run_id} --store {config.store}` continues"
             )
@@ -48,6 +48,10 @@ def run_demo(
     if joint is None:
         screen.complain(f"stopped on request; run {run_id} itself has finished")
         return STOPPED
+    if outcome.score is None:
+        raise IslandsError(
+            "an island must live until its first merge, got none; correct the faults"
+        )
     return _summary(outcome, outcome.score, joint)
 
 
@@ -57,7 +61,18 @@ def train_baseline(config_json: str, results: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     building.use_one_thread()
     config = RunConfig.model_validate_json(config_json)
-    results.send(train_data_parallel(config, split_text(config), watch=results.send))
+    shown = 0
+
+    def watch(num_tokens: int) -> None:
+        nonlocal shown
+        percent = 100 * num_tokens // config.total_tokens
+        if (
+            percent > shown
+        ):  # a pipe that nobody reads yet holds a few thousand messages, then it blocks
+            shown = percent
+            results.send(num_tokens)
+
+    results.send(train_data_parallel(config, split_text(config), watch=watch))
 
 
 @contextlib.contextmanager
@@ -91,7 +106,7 @@ def _await(baseline: Connection, config: RunConfig, is_stopped: Callable[[], boo
                 ) from exc
             if isinstance(news, float):
                 return news
-            if news:
+            if news and not baseline.poll():  # what is past needs no line
                 advance(min(news, config.total_tokens), "")
     return None
 
@@ -137,4 +152,4 @@ def _summary(outcome: local.Outcome, score: Score, joint: float) -> int:
     screen.say(
         f"look around with `diloco status {run.run_id} --store {run.store_url}`, `sample`, `export`, `verify`"
     )
-    return 0 if is_good else 1
+    return DONE if is_good else FAILED

@@ -17,9 +17,13 @@ Watch = Callable[[Beat], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: finished with a score, or stopped on request and resumable (`score` is None)."""
+    """How a run ended: finished, or stopped on request and resumable.
+
+    `score` is None if it was stopped, or if nothing was ever merged.
+    """
 
     run: Run
+    is_finished: bool
     score: evaluating.Score | None
 
 
@@ -37,6 +41,7 @@ def train(config: RunConfig, run_id: str, *, watch: Watch, is_stopped: Callable[
 
 def resume(run: Run, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome:
     """Go on with an interrupted run, bit for bit as if it had never stopped."""
+    building.require_devices(run.config)
     creating.complete_run(run)
     driver = _driver(run, watch)
     if not restore_state(driver):
@@ -46,12 +51,12 @@ def resume(run: Run, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome
 
 def _driver(run: Run, watch: Watch) -> Driver:
     building.use_one_thread()
-    return Driver(run, lambda name: building.build_learner(run, name), watch, evaluating.evaluate)
+    return Driver(run, lambda name: building.build_learner(run, name), watch, evaluating.evaluate_if_merged)
 
 
 def _advance(driver: Driver, is_stopped: Callable[[], bool]) -> Outcome:
     while driver.advance():
         if is_stopped():
             driver.save(reschedule=False)
-            return Outcome(driver.run, None)
-    return Outcome(driver.run, evaluating.evaluate(driver.run))
+            return Outcome(driver.run, False, None)
+    return Outcome(driver.run, True, evaluating.evaluate_if_merged(driver.run))

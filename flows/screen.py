@@ -84,7 +84,7 @@ class Follower:
         elif beat.what.startswith("merge"):
             self._num_merges += 1
         elif beat.what not in ("starts", "leaves"):
-            say(f"  step {beat.time:g}: {beat.island} {beat.what}")
+            say(f"  step {beat.time:.0f}: {beat.island} {beat.what}")
         loss = "" if self._loss is None else f"loss {self._loss / math.log(2):.3f} bits/byte, "
         self._advance(min(beat.trained, self._total), f"{loss}{self._num_merges} merges")
 
@@ -128,7 +128,7 @@ def _plain_lines(title: str, total: int) -> Advance:
         tenth = done * _LINES // max(1, total)
         if tenth > shown:
             shown = tenth
-            say(f"  {title}: {tenth * 100 // _LINES:3d} %  {note}")
+            say(f"  {title}: {tenth * 100 // _LINES:3d} %  {note}".rstrip())
 
     return advance
 
@@ -140,7 +140,8 @@ def table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[
     made = Table(*left, *right, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for row in rows:
         made.add_row(*row)
-    OUT.print(made, width=None if OUT.is_terminal else _UNBOUNDED_WIDTH)
+    target = OUT if OUT.is_terminal else Console(width=_UNBOUNDED_WIDTH)
+    target.print(made)
 
 
 def show_status(status: Status) -> None:

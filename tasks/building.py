@@ -12,7 +12,7 @@ from islands.learner import Learner, adamw
 from islands.model import ModelShape, build_model
 from islands.model import loss as model_loss
 from islands.schedule import Schedule
-from islands.types import FragmentLayout
+from islands.types import ConfigError, FragmentLayout
 from tasks.runs import Run
 
 
@@ -25,6 +25,18 @@ def model_shape(config: RunConfig) -> ModelShape:
 def use_one_thread() -> None:
     """Let torch compute on one thread in this process: the same sums in the same order, on any machine."""
     torch.set_num_threads(1)
+
+
+def require_devices(config: RunConfig) -> None:
+    """Raise ConfigError if an island names a device that this machine lacks."""
+    num_cuda = torch.cuda.device_count()
+    for island in config.islands:
+        kind, _, index = island.device.partition(":")
+        if kind == "cuda" and int(index or 0) >= num_cuda:
+            raise ConfigError(
+                f"islands.{island.name}.device must be one this machine has (cpu, {num_cuda} cuda), "
+                f'got "{island.device}"; choose another'
+            )
 
 
 def schedule_of(config: RunConfig, total_tokens: int) -> Schedule:

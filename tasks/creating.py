@@ -26,7 +26,7 @@ from islands.model import build_model
 from islands.types import ConfigError, FragmentLayout, VersionTaken
 from islands.versions import layouts_to_json
 from tasks import records
-from tasks.building import model_shape
+from tasks.building import model_shape, require_devices
 from tasks.publishing import publish_first
 from tasks.records import NewAttempt
 from tasks.runs import HELD_OUT, Run, open_run, require_plain
@@ -50,7 +50,7 @@ def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None
     `model` replaces the configured one (its parameters are version 0).
 
     Raises:
-        ConfigError: occupied or unplain run id, unusable store, text, shards or fragments.
+        ConfigError: occupied or unplain run id, unusable store, device, text, shards or fragments.
     """
     require_plain(run_id)
     store = open_store(config.store, durable=config.durable).within(run_id)
@@ -59,6 +59,7 @@ def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None
             f"a run id must be new, got {run_id!r}, which exists in {config.store}; "
             f"choose another name, or continue it with `diloco resume {run_id}`"
         )
+    require_devices(config)
     split = split_text(config)
     for island in config.islands:
         size = split.shards[island.name].size

@@ -14,7 +14,7 @@ from islands.bigram import bigram_bits_per_byte
 from islands.learner import trainable, unflatten
 from islands.model import build_model, generate
 from islands.scoring import bits_per_byte
-from islands.types import ConfigError, VersionTaken
+from islands.types import ConfigError, IslandsError, VersionTaken
 from islands.versions import Snapshot
 from tasks import records
 from tasks.building import model_shape
@@ -63,6 +63,11 @@ def evaluate(run: Run, number: int | None = None) -> Score:
     return _score_from(snapshot, body)
 
 
+def evaluate_if_merged(run: Run) -> Score | None:
+    """Return the score of the newest snapshot; None if every island died before anything was merged."""
+    return evaluate(run) if records.read_snapshots(run.store) else None
+
+
 def bigram_of(run: Run) -> float:
     """Return the bits per byte of a byte bigram counted on all shards, on the bytes an evaluation scores."""
     shards = [read_shard(run, island.name) for island in run.config.islands]
@@ -74,11 +79,12 @@ def pick_snapshot(run: Run, number: int | None) -> tuple[Snapshot, str]:
     """Return a snapshot with its digest, the newest unless named.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: the one named does not exist.
+        IslandsError: the run has none yet.
     """
     kept = records.read_snapshots(run.store)
     if not kept:
-        raise ConfigError(f"a snapshot must exist, got none in run {run.run_id!r}; train until every fragment has merged")
+        raise IslandsError(f"a snapshot must exist, got none in run {run.run_id!r}; train until every fragment has merged")
     if number is None:
         return kept[-1]
     for snapshot, digest in kept:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from islands import names
 from islands.contributions import Tally
 from islands.ledger import LearnerRecord
+from islands.types import IslandsError
 from islands.versions import Commit
 from tasks import records
 from tasks.history import last_link
@@ -58,21 +59,31 @@ class Status:
 
 
 def status(run: Run) -> Status:
-    """Return the state of a run as its store shows it now."""
+    """Return the state of a run as its store shows it now.
+
+    Raises:
+        IslandsError: the run's creation was interrupted.
+    """
+    if not run.store.list_names("versions/"):
+        raise IslandsError(
+            f"a run to look at must be created whole, got {run.run_id!r}, whose creation was interrupted; "
+            f"`diloco resume {run.run_id}` completes it"
+        )
     heads = [records.find_head(run.store, layout.index)[0] for layout in run.layouts]
     lasts = {island.name: last_link(run, island.name) for island in run.config.islands}
     trained = {name: 0 if link is None else link.trained for name, link in lasts.items()}
     total = sum(trained.values())
     merged = sum(head.merged_tokens for head in heads)
     gone = records.departed(run.store)
+    is_finished = run.store.read(names.FINISHED) is not None
     return Status(
         run_id=run.run_id,
-        is_finished=run.store.read(names.FINISHED) is not None,
+        is_finished=is_finished,
         trained=total,
         total_tokens=run.config.total_tokens,
         merged_share=merged / (total * len(heads)) if total else 0.0,
         islands=tuple(_island(run, name, link, heads, total, name in gone) for name, link in lasts.items()),
-        fragments=tuple(_fragment(run, head) for head in heads),
+        fragments=tuple(_fragment(run, head, is_finished) for head in heads),
     )
 
 
@@ -100,8 +111,9 @@ def _island(
     )
 
 
-def _fragment(run: Run, head: Commit) -> FragmentStatus:
+def _fragment(run: Run, head: Commit, is_finished: bool) -> FragmentStatus:
     layout = run.layouts[head.fragment]
     keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{head.fragment:04d}/"))
     pending = [key for key in keys if key and key.stop > head.tallies.get(key.learner, Tally()).consumed_to]
-    return FragmentStatus(layout.index, layout.size, head.version, head.merged_tokens, len(pending))
+    num_pending = 0 if is_finished else len(pending)
+    return FragmentStatus(layout.index, layout.size, head.version, head.merged_tokens, num_pending)

@@ -18,6 +18,7 @@ from infra.arrays import ArrayReader, chunk_length
 from infra.store import Store, open_store
 from islands import names
 from islands.config import IslandConfig, RunConfig, changed_identity, config_from_json, identity, parse_config, to_toml
+from islands.data import require_enough
 from islands.schedule import own_share
 from islands.types import ConfigError, FragmentLayout, Manifest, is_plain_name, manifest_from_json
 from islands.versions import layouts_from_json
@@ -110,6 +111,10 @@ def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str
             f"a run's identity cannot change on resume, got other values for {', '.join(broken)}; "
             "keep them, or start a new run"
         )
+    sizes = {array.name: array.length for array in run.data.arrays}
+    for island in changed.islands:
+        size, context = sizes[f"shard-{island.name}"], changed.model.context
+        require_enough(island.name, size, batch_size=island.batch_size, context=context)
     number = records.next_number(run.store, "changes")
     records.write(run.store, names.numbered("changes", number), changed.model_dump(mode="json"))
     return open_run(run.store_url, run.run_id)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from safetensors.numpy import load_file
@@ -18,9 +18,23 @@ from safetensors.numpy import load_file
 from flows import screen
 from flows.cli import run_command
 from tasks.reporting import FragmentStatus, IslandStatus, Status
+from tasks.runs import open_run
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = "the quick brown fox jumps over a lazy dog while seven islands train one model".split()
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dogs",
+    "while",
+    "seven",
+    "islands",
+    "train",
+)
 CONFIG = """
 store = "file://{folder}/runs"
 durable = false
@@ -117,8 +131,8 @@ def test_a_run_is_trained_looked_at_scored_exported_sampled_and_verified(desk: D
     assert desk.on("export", "--to", str(target)).status == 0
     shapes = {name: values.shape for name, values in load_file(target).items()}
     assert shapes["token_embedding"] == (256, 16)
-    layouts = json.loads((desk.store / "first" / "run.json").read_text())
-    assert set(shapes) == tensor_names(layouts)
+    layouts = open_run(desk.url, "first").layouts
+    assert shapes == {tensor.name: tensor.shape for layout in layouts for tensor in layout.tensors}
 
     text = desk.on("sample", "--prompt", "[bold]the ", "--num-bytes", "20")
     assert text.status == 0
@@ -134,14 +148,6 @@ def test_a_run_is_trained_looked_at_scored_exported_sampled_and_verified(desk: D
     assert (refused.status, refused.out) == (2, "")
     assert "must not have ended, got 'first'" in refused.err
     assert desk.objects() == before
-
-
-def tensor_names(value: Any) -> set[str]:
-    """Return every tensor name in the layouts of `run.json`, however deep."""
-    if isinstance(value, dict):
-        found = {value["name"]} if {"name", "shape"} <= set(value) else set()
-        return found.union(*map(tensor_names, value.values()))
-    return set().union(*map(tensor_names, value)) if isinstance(value, list) else set()
 
 
 def test_a_run_without_a_name_takes_the_next_free_one(desk: Desk) -> None:
@@ -324,7 +330,7 @@ BAD_SETTINGS = [
     (["islands.0.batch_size=9999"], ["shard 'west' must hold one batch", "got ", "lower batch_size (9999)"]),
     (["sync.num_fragments=99", "sync.period_steps=99"], ["sync.num_fragments must be", "got 99", "; choose"]),
     (["store=ftp://host/runs"], ["a store URL must begin with", "got 'ftp'", "; for a local folder"]),
-    (["store=runs"], ["a store URL must begin with", "got ''", "; for a local folder"]),
+    (["store=runs"], ["a store URL must begin with", "got 'runs'", "; for a local folder"]),
     (["data.source=/no/such/folder"], ["a text source must be", "got '/no/such/folder'", "create the folder"]),
 ]  # fmt: skip
 
@@ -377,7 +383,7 @@ def test_a_text_file_that_is_not_utf8_is_named(desk: Desk) -> None:
 
 def test_a_device_this_machine_lacks_is_refused_before_anything_is_written(desk: Desk) -> None:
     said = desk.train("--set", 'islands.east.device="cuda:99"')
-    require_refused(desk, said, "islands.east.device must", 'got "cuda:99"', "; ")
+    require_refused(desk, said, "islands.east.device must", 'got "cuda:99"', "; choose")
 
 
 def require_refused(desk: Desk, said: Said, *parts: str) -> None:
@@ -444,6 +450,9 @@ def test_a_run_stops_on_request_within_seconds_and_resumes(
     )
     assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
     assert "got other values for seed, model.width, islands.names;" in said.err
+    said = desk.on("resume", "--set", "islands.west.batch_size=9999")
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "shard 'west' must hold one batch" in said.err
     assert desk.objects() == before
     require_an_end(desk)
 

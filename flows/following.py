@@ -1,0 +1,82 @@
+"""How a long command runs: under a progress bar, stoppable, with an exit status for each way it can end.
+
+Knows signals and exit statuses; must not know what it follows. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from flows import screen
+
+if TYPE_CHECKING:
+    from flows.local import Outcome, Watch
+
+DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 130
+
+
+def follow(
+    work: Callable[[Watch], Outcome], headline: str, total_tokens: int, again: str, json: bool
+) -> int:
+    """Run a flow, show how it goes and how it ended, and return the exit status.
+
+    Args:
+        work: runs the flow; it is handed what watches it.
+        headline: printed when the run begins.
+        total_tokens: of the run.
+        again: the command that continues the run.
+        json: print one JSON document at the end, and nothing else on standard output.
+    """
+    from tasks.reporting import status
+
+    try:
+        if json:
+            outcome = work(lambda beat: None)
+        else:
+            with screen.progress("training", total_tokens) as advance:
+                outcome = work(screen.Follower(headline, total_tokens, advance))
+    except KeyboardInterrupt:
+        screen.complain(f"interrupted at once; `{again}` continues from what was saved last")
+        raise
+    seen, score = status(outcome.run), outcome.score
+    if json:
+        plain = None if score is None else asdict(score)
+        screen.show_json({"status": asdict(seen), "score": plain})
+    elif outcome.is_finished:
+        screen.show_status(seen)
+        if score is not None:
+            screen.OUT.print()
+            screen.show_score(score)
+    if not outcome.is_finished:
+        screen.complain(f"stopped on request; `{again}` continues")
+        return STOPPED
+    if score is None:
+        screen.complain(
+            "an island must live until its first merge, got none; start a new run with other faults"
+        )
+        return FAILED
+    return DONE
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Yield a claim that becomes true at the first SIGINT or SIGTERM; a second one interrupts at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        screen.complain("stopping at the next saved state; once more interrupts at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

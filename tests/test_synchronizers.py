@@ -1,0 +1,343 @@
+"""Two synchronizers on one store, interleaved at every store operation: one version wins, momentum moves once.
+
+Also what one synchronizer does with contributions that break a rule, arrive twice, or are damaged on the way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.arrays import ArrayReader
+from infra.store import Store
+from islands import names
+from islands.contributions import Contribution
+from islands.types import Position, VersionTaken
+from tasks import records
+from tasks.clockwork import Kind
+from tasks.local import Driver
+from tasks.merging import Synchronizer
+from tasks.runs import Run
+from tasks.verifying import verify
+from tests import runs
+
+SMALL = ("total_tokens=1_400", "sync.num_fragments=2", "local.checkpoint_steps=7")
+
+
+class Turns:
+    """Lets operations through in a scripted order: segments of (who, how many)."""
+
+    def __init__(self, segments: Iterable[tuple[str, float]]) -> None:
+        self._segments = list(segments)
+        self._changed = threading.Condition()
+
+    def wait(self, who: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._segments or self._segments[0][0] == who, timeout=30)
+            if not self._segments:
+                return
+            left = self._segments[0][1] - 1
+            if left > 0:
+                self._segments[0] = (who, left)
+            else:
+                del self._segments[0]
+            self._changed.notify_all()
+
+    def leave(self, who: str) -> None:
+        """Give up the rest of one party's turns: it has ended."""
+        with self._changed:
+            self._segments = [segment for segment in self._segments if segment[0] != who]
+            self._changed.notify_all()
+
+
+class Taking:
+    """A store whose operations wait for their turn; `counts` says how many there were, creates apart."""
+
+    def __init__(self, inner: Store, turns: Turns, who: str, *, only_creates: bool = False) -> None:
+        self.inner, self.turns, self.who, self.only_creates = inner, turns, who, only_creates
+        self.num_operations = self.num_creates = 0
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def _take(self, *, is_create: bool = False) -> None:
+        self.num_operations += 1
+        self.num_creates += is_create
+        if is_create or not self.only_creates:
+            self.turns.wait(self.who)
+
+    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+        self._take(is_create=True)
+        self.inner.create(name, data, sync=sync)
+
+    def read(self, name: str) -> bytes | None:
+        self._take()
+        return self.inner.read(name)
+
+    def list_names(self, prefix: str) -> list[str]:
+        self._take()
+        return self.inner.list_names(prefix)
+
+    def delete(self, name: str) -> None:
+        self._take()
+        self.inner.delete(name)
+
+    def sync(self, prefix: str) -> None:
+        self._take()
+        self.inner.sync(prefix)
+
+    def within(self, prefix: str) -> Store:
+        return self.inner.within(prefix)
+
+
+def until_due(folder: Path, store: str, *assignments: str) -> Driver:
+    """Return a driver stopped just before a merge of a fragment that has its quorum, some versions on."""
+    driver = runs.start(runs.tiny_config(folder, *SMALL, *assignments, store=store))
+    while True:
+        event = driver.events[0]
+        if event.kind is Kind.MERGE and event.time > 20:
+            saved = runs.objects(driver.run)
+            if Synchronizer(driver.run, lambda: "a-probe").poll(now=1e9).published:
+                runs.fill(driver.run.store, saved)
+                return driver
+            runs.fill(driver.run.store, saved)
+        driver.advance()
+
+
+def attempts(who: str) -> Callable[[], str]:
+    """Return attempt names of one party's own."""
+    numbers = iter(range(1000))
+    return lambda: f"a-{who}{next(numbers)}"
+
+
+def poll_both(run: Run, segments: Iterable[tuple[str, float]], *, only_creates: bool = False) -> list[Taking]:
+    """Let two synchronizers each poll once, their operations in the given order; return their stores."""
+    turns = Turns(segments)
+    stores = [Taking(run.store, turns, who, only_creates=only_creates) for who in "xy"]
+    failures: list[BaseException] = []
+
+    def work(store: Taking) -> None:
+        try:
+            Synchronizer(replace(run, store=store), attempts(store.who)).poll(now=1e9)
+        except BaseException as exc:  # reported by the main thread
+            failures.append(exc)
+        finally:
+            turns.leave(store.who)
+
+    threads = [threading.Thread(target=work, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    return stores
+
+
+def heads(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:
+    """Return what the heads hold: version, parameters, momentum, merged tokens per learner."""
+    found = []
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        reader = ArrayReader(run.store, head.payload)
+        merged = {name: tally.merged for name, tally in head.tallies.items()}
+        found.append((head.version, reader.read("params").tobytes(), reader.read("momentum").tobytes(), merged))
+    return found
+
+
+def test_two_synchronizers_interleaved_at_every_operation_make_one_version(tmp_path: Path) -> None:
+    """Each is stopped after each of its operations while the other does all it can; then it wakes up and goes on."""
+    driver = until_due(tmp_path, "memory://two-synchronizers")
+    run = driver.run
+    before = runs.objects(run)
+    Synchronizer(run, attempts("alone")).poll(now=1e9)
+    expected = heads(run)
+    assert [head[0] for head in expected] != [records.find_head(run.store, 0)[0].version - 1] * 2
+    num_stops = 0
+    for first, second in ("xy", "yx"):
+        stop_after, num_operations = 0, 1
+        while stop_after <= num_operations:
+            runs.fill(run.store, before)
+            script = [(first, stop_after)] if stop_after else []
+            stores = poll_both(run, [*script, (second, np.inf), (first, np.inf)])
+            num_operations = max(store.num_operations for store in stores)
+            assert heads(run) == expected, (first, stop_after)
+            assert verify(run.store_url, run.run_id).problems == []
+            stop_after += 1
+            num_stops += 1
+    assert num_stops > 40
+
+
+def test_two_synchronizers_stopped_between_any_two_writes_make_one_version(tmp_path: Path) -> None:
+    """x stops after its i-th create, y after its j-th, then x goes on to its end, then y: all (i, j)."""
+    driver = until_due(tmp_path, "memory://two-writers")
+    run = driver.run
+    before = runs.objects(run)
+    num_creates = poll_both(run, [("x", np.inf), ("y", np.inf)], only_creates=True)[0].num_creates
+    expected = heads(run)
+    for i in range(1, num_creates + 1):
+        for j in range(1, num_creates + 1):
+            runs.fill(run.store, before)
+            script = [("x", i), ("y", j), ("x", np.inf), ("y", np.inf)]
+            poll_both(run, script, only_creates=True)
+            assert heads(run) == expected, (i, j)
+            assert verify(run.store_url, run.run_id).problems == []
+
+
+def test_the_run_goes_on_after_a_race(tmp_path: Path) -> None:
+    driver = until_due(tmp_path, "memory://after-a-race")
+    poll_both(driver.run, [("x", 9), ("y", 9)] * 50)
+    found = verify(driver.run.store_url, driver.run.run_id)
+    assert found.problems == []
+    finished = runs.finish(runs.reopen(driver.run))
+    assert verify(finished.store_url, finished.run_id).problems == []
+
+
+# --- contributions that break a rule ---
+
+
+def pending(run: Run) -> Contribution:
+    """Return one acceptable contribution to fragment 0."""
+    head, _ = records.find_head(run.store, 0)
+    for name in run.store.list_names("inbox/f0000/"):
+        found = records.read_contribution(run.store, name)
+        assert found is not None
+        if found[0].base_version == head.version and found[0].stop > head.tallies[found[0].learner].consumed_to:
+            return found[0]
+    raise AssertionError("nothing pending")
+
+
+def refusals(run: Run) -> dict[str, str]:
+    """Return name -> reason of what fragment 0's head refused."""
+    return {verdict.name: verdict.reason for verdict in records.find_head(run.store, 0)[0].refused}
+
+
+def poll(run: Run) -> None:
+    Synchronizer(run, attempts("z")).poll(now=1e9)
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("layout", {"layout": "0" * 16}),
+        ("layout", {"codec": "bfloat16"}),
+        ("tokens", {"num_tokens": 0}),
+        ("tokens", {"num_tokens": -5}),
+        ("tokens", {"num_steps": 0}),
+        ("future", {"base_version": 99}),
+        ("lineage", {"base_digest": "f" * 64}),
+        ("overlap", {"start": Position(0, 0)}),
+        ("overlap", {"offered_before": 0}),
+    ],
+)
+def test_a_contribution_that_breaks_a_rule_is_refused_by_name_and_the_others_merge(
+    tmp_path: Path, reason: str, change: dict[str, object]
+) -> None:
+    driver = until_due(tmp_path, f"memory://rule-{reason}-{len(str(change))}")
+    run = driver.run
+    good = pending(run)
+    bad = replace(good, stop=Position(good.stop.incarnation, good.stop.step + 1), **change)  # type: ignore[arg-type]
+    records.write(run.store, bad.name, bad.to_json())
+    version = records.find_head(run.store, 0)[0].version
+    poll(run)
+    head, _ = records.find_head(run.store, 0)
+    assert head.version == version + 1
+    assert refusals(run) == {bad.name: reason}
+    assert good.learner in {entry.learner for entry in head.consumed}
+    assert head.tallies[good.learner].refused[reason][0] == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_poison_never_reaches_a_version(tmp_path: Path, value: float) -> None:
+    """One element of the payload is poison, with true checksums; the header lies about its norm."""
+    from infra.arrays import write_arrays
+
+    driver = until_due(tmp_path, f"memory://poison-{value}")
+    run = driver.run
+    good = pending(run)
+    delta = ArrayReader(run.store, good.payload).read("delta").copy()
+    delta[3] = value
+    stop = Position(good.stop.incarnation, good.stop.step + 1)
+    name = replace(good, stop=stop).name
+    payload = write_arrays(run.store, names.payload_folder(name, "a-poison"), {"delta": delta})
+    records.write(run.store, name, replace(good, stop=stop, payload=payload).to_json())
+    poll(run)
+    head, _ = records.find_head(run.store, 0)
+    assert refusals(run) == {name: "damaged"}
+    assert np.isfinite(ArrayReader(run.store, head.payload).read("params")).all()
+    assert np.isfinite(ArrayReader(run.store, head.payload).read("momentum")).all()
+
+
+def test_a_damaged_payload_is_left_out_and_named(tmp_path: Path) -> None:
+    driver = until_due(tmp_path, "memory://damaged-payload")
+    run = driver.run
+    good = pending(run)
+    chunk = f"{good.payload.folder}/delta/c/0"
+    data = run.store.read(chunk)
+    assert data is not None
+    run.store.delete(chunk)
+    run.store.create(chunk, data[:-1] + bytes([data[-1] ^ 1]))
+    poll(run)
+    assert refusals(run).get(good.name, "damaged") == "damaged"
+    assert good.name not in {entry.name for entry in records.find_head(run.store, 0)[0].consumed}
+
+
+def test_a_damaged_header_is_left_out_and_named(tmp_path: Path) -> None:
+    driver = until_due(tmp_path, "memory://damaged-header")
+    run = driver.run
+    good = pending(run)
+    other = replace(good, stop=Position(good.stop.incarnation, good.stop.step + 1))
+    run.store.create(other.name, b"{}")
+    poll(run)
+    assert refusals(run) == {other.name: "damaged"}
+
+
+def test_a_round_that_can_commit_nothing_leaves_a_note(tmp_path: Path) -> None:
+    """A single island whose only contribution is damaged: no version, an advisory, and the next one merges."""
+    text = runs.TINY[: runs.TINY.index("[[islands]]")] + '[[islands]]\nname = "solo"\nbatch_size = 2\n'
+    driver = runs.start(runs.tiny_config(tmp_path, *SMALL, store="memory://advisory", text=text))
+    while not driver.run.store.list_names("inbox/f0000/"):
+        driver.advance()
+    run = driver.run
+    name = run.store.list_names("inbox/f0000/")[0]
+    found = records.read_contribution(run.store, name)
+    assert found is not None
+    run.store.delete(f"{found[0].payload.folder}/delta/c/0")
+    version = records.find_head(run.store, 0)[0].version
+    poll(run)
+    assert records.find_head(run.store, 0)[0].version == version
+    notes = run.store.list_names("advisories/")
+    assert [records.require(run.store, note)[0]["refused"][0]["name"] for note in notes] == [name]
+
+
+def test_the_same_header_twice_is_one_contribution(tmp_path: Path) -> None:
+    driver = until_due(tmp_path, "memory://twice")
+    run = driver.run
+    good = pending(run)
+    records.write(run.store, good.name, good.to_json())  # the same bytes: a repeated call
+    with pytest.raises(VersionTaken):
+        records.write(run.store, good.name, replace(good, num_tokens=good.num_tokens + 1).to_json())
+    poll(run)
+    merged = records.find_head(run.store, 0)[0].tallies[good.learner].merged
+    poll(run)
+    assert records.find_head(run.store, 0)[0].tallies[good.learner].merged == merged
+
+
+def test_a_predecessors_work_is_fenced_unless_its_successor_listed_it(tmp_path: Path) -> None:
+    from tasks import history
+
+    driver = until_due(tmp_path, "memory://fenced")
+    run = driver.run
+    good = pending(run)
+    history.register(run, good.learner, attempts("s"))
+    zombie = replace(good, stop=Position(good.stop.incarnation, good.stop.step + 1))
+    records.write(run.store, zombie.name, zombie.to_json())
+    poll(run)
+    head, _ = records.find_head(run.store, 0)
+    assert refusals(run) == {zombie.name: "fenced"}
+    assert good.name in {entry.name for entry in head.consumed}
