@@ -1,44 +1,27 @@
 """The synchronizer: look at the inbox, judge, decide, fold, publish. One `poll` is one look. No torch.
 
-Knows the store's records and its own first-seen times; must not know a learner, a scheduler or a wall clock: `now` is
-an argument. Everything it knows besides its estimates can be read again from the store, so it may die at any point,
-and there may be two of it: a version is one create-only commit.
+Knows the store's records through `View`; must not know a learner, a scheduler or a wall clock: `now` is an argument.
+Everything it knows besides its estimates can be read again from the store, so it may die at any point, and there may be
+two of it: a version is one create-only commit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from islands import names
-from islands.contributions import (
-    Consumed,
-    Contribution,
-    Lineage,
-    Tally,
-    Verdict,
-    after_merge,
-    consume,
-    judge,
-    newest_per_learner,
-    running_median,
-)
-from islands.fragments import layout_digest, own_period
+from islands.contributions import Consumed, Contribution, Verdict, after_merge, consume, judge, running_median
 from islands.merging import Vector
-from islands.quorum import Arrival, Expectation, Merge, Round, Wait, decide
-from islands.types import DamagedObject, FragmentLayout, VersionTaken
+from islands.quorum import Wait, decide
+from islands.types import DamagedObject, VersionTaken
 from islands.versions import Commit, Snapshot
 from tasks import records
+from tasks.inbox import Members, View
 from tasks.publishing import fold_contributions, step_chunks, write_version
 from tasks.records import NewAttempt
 from tasks.runs import Run
-
-# While the rate warms up, deltas grow tenfold within a few versions; a median means something after these.
-VERSIONS_WITHOUT_NORM_LIMIT = 8
-# Rounds in a row a learner may miss and still be waited for.
-MISSES_UNTIL_SILENT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +38,6 @@ class Polled:
     is_superseded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Members:
-    """Who takes part, as the store says: newest incarnations, contributions listed by them, who has left."""
-
-    incarnations: Mapping[str, int]
-    listed: frozenset[str]
-    departed: frozenset[str]
-
-
-@dataclass(slots=True)
-class View:
-    """What the synchronizer knows of one fragment. Times are its own monotonic seconds.
-
-    `opened_at` is None for a head it found rather than made. `responses`: seconds from opening a head to a learner's
-    contribution on it, running mean. `missed`: rounds a learner was absent from in a row.
-    """
-
-    layout: FragmentLayout
-    head: Commit
-    digests: dict[int, str]
-    recorded: set[str]
-    opened_at: float | None = None
-    offers: dict[str, tuple[Contribution, str]] = field(default_factory=dict)
-    first_seen: dict[str, float] = field(default_factory=dict)
-    damaged: dict[str, Verdict] = field(default_factory=dict)
-    responses: dict[str, float] = field(default_factory=dict)
-    missed: dict[str, int] = field(default_factory=dict)
-
-
 class Synchronizer:
     """Merges a run's fragments. Not safe for several threads; several processes are harmless.
 
@@ -96,7 +50,7 @@ class Synchronizer:
         self.run = run
         self.number: int | None = None
         self._new_attempt = new_attempt
-        self._views = [self._open_view(layout) for layout in run.layouts]
+        self._views = [View(run, layout) for layout in run.layouts]
         self._listed: dict[tuple[str, int], frozenset[str]] = {}
 
     def poll(self, *, now: float) -> Polled:
@@ -106,27 +60,27 @@ class Synchronizer:
             DamagedObject: the lineage itself is damaged (never for a contribution: that is a verdict).
             StoreUnavailable: the store did not answer; nothing half-done is visible.
         """
-        members = self._members()
         published: list[tuple[int, int]] = []
         waits = [math.inf]
-        is_idle = True
         for view in self._views:
             while True:
-                choice = self._decide(view, members, now)
-                if not isinstance(choice, Merge):
+                members = self._look(view, now)
+                chosen = view.acceptable(view.lineage(members))
+                choice = decide(view.round(members, chosen), now=now)
+                if isinstance(choice, Wait):
                     waits.append(choice.seconds)
-                    is_idle = is_idle and math.isinf(choice.seconds)
                     break
                 if self._is_superseded():
                     return Polled(tuple(published), math.inf, is_superseded=True)
-                if self._merge(view, choice, members, now):
+                if self._merge(view, [chosen[name] for name in choice.learners], members, now):
                     published.append((view.layout.index, view.head.version))
         if published:
             self._snapshot(is_last=False)
-        is_over = is_idle and len(members.departed) == len(self.run.config.islands)
-        if is_over:
+        has_all_left = len(records.departed(self.run.store)) == len(self.run.config.islands)
+        is_settled = math.isinf(min(waits)) and has_all_left
+        if is_settled:
             self._snapshot(is_last=True)
-        return Polled(tuple(published), min(waits), is_settled=is_over)
+        return Polled(tuple(published), min(waits), is_settled=is_settled)
 
     def heads(self) -> list[Commit]:
         """Return the newest version it knows of each fragment."""
@@ -137,34 +91,19 @@ class Synchronizer:
         members = self._members()
         found = []
         for view in self._views:
-            self._observe(view, math.inf)
-            found += self._refusals(view, self._lineage(view, members))
+            view.observe(math.inf)
+            found += view.refusals(view.lineage(members))
         return sorted(found, key=lambda verdict: verdict.name)
 
     def estimates(self) -> list[dict[str, Any]]:
         """Return what the store does not hold, per fragment, as plain JSON values."""
-        keys = ("opened_at", "first_seen", "responses", "missed")
-        return [{key: getattr(view, key) for key in keys} for view in self._views]
+        return [view.estimates() for view in self._views]
 
     def restore_estimates(self, estimates: list[dict[str, Any]], *, number: int | None) -> None:
         """Go on with the estimates that `estimates` returned, as synchronizer `number`."""
         self.number = number
         for view, known in zip(self._views, estimates, strict=True):
-            view.opened_at = known["opened_at"]
-            view.first_seen = dict(known["first_seen"])
-            view.responses = dict(known["responses"])
-            view.missed = dict(known["missed"])
-
-    # --- looking ---
-
-    def _open_view(self, layout: FragmentLayout) -> View:
-        head, digest = records.find_head(self.run.store, layout.index)
-        view = View(layout, head, {head.version: digest}, {verdict.name for verdict in head.refused})
-        for version in range(max(0, head.version - self.run.config.sync.max_staleness - 2), head.version):
-            commit, digest = records.require_commit(self.run.store, layout.index, version)
-            view.digests[version] = digest
-            view.recorded |= {verdict.name for verdict in commit.refused}
-        return view
+            view.restore_estimates(known)
 
     def _members(self) -> Members:
         store = self.run.store
@@ -177,146 +116,16 @@ class Synchronizer:
             listed |= self._listed[learner, number]
         return Members(incarnations, frozenset(listed), records.departed(store))
 
-    def _refresh(self, view: View) -> None:
-        """Catch up with versions somebody else published."""
-        while (later := records.read_commit(self.run.store, view.layout.index, view.head.version + 1)) is not None:
-            self._advance(view, *later, opened_at=None)
-
-    def _advance(self, view: View, commit: Commit, digest: str, *, opened_at: float | None) -> None:
-        view.head, view.opened_at = commit, opened_at
-        view.digests[commit.version] = digest
-        view.recorded |= {verdict.name for verdict in commit.refused}
-        for version in [v for v in view.digests if v < commit.version - self.run.config.sync.max_staleness - 2]:
-            del view.digests[version]
-
-    def _observe(self, view: View, now: float) -> None:
-        """Bring offers, first-seen times and damage up to date with one listing of the inbox."""
-        present = set()
-        for name in self.run.store.list_names(f"inbox/f{view.layout.index:04d}/"):
-            key = names.parse_contribution(name)
-            if key is None or self._is_settled(view, key):
-                continue
-            present.add(name)
-            if name not in view.offers and name not in view.damaged:
-                self._receive(view, name, key)
-            is_new = name not in view.first_seen
-            view.first_seen.setdefault(name, now)
-            if is_new and name in view.offers:
-                self._note_response(view, key, now)
-        for known in (view.offers, view.first_seen, view.damaged):
-            for name in [name for name in known if name not in present]:
-                del known[name]  # type: ignore[attr-defined]
-
-    def _is_settled(self, view: View, key: names.ContributionKey) -> bool:
-        """Say whether a contribution's fate is decided: merged, passed over, or recorded as too old long ago."""
-        tally = view.head.tallies.get(key.learner, Tally())
-        return (
-            key.stop <= tally.consumed_to
-            or key.base_version + self.run.config.sync.max_staleness + 2 < view.head.version
-        )
-
-    def _receive(self, view: View, name: str, key: names.ContributionKey) -> None:
-        for attempt in (1, 2):
-            try:
-                found = records.read_contribution(self.run.store, name)
-            except DamagedObject:
-                # Read again once: a store may answer half. Then it is damage.
-                if attempt == 2:
-                    view.damaged[name] = Verdict(name, "", key.learner, "damaged", 0)
-                continue
-            if found is not None:
-                view.offers[name] = found
-            return
-
-    def _note_response(self, view: View, key: names.ContributionKey, now: float) -> None:
-        view.missed[key.learner] = 0
-        if view.opened_at is None or key.base_version != view.head.version:
-            return
-        took = now - view.opened_at
-        view.responses[key.learner] = 0.5 * (view.responses.get(key.learner, took) + took)
-
-    # --- deciding ---
-
-    def _decide(self, view: View, members: Members, now: float) -> Wait | Merge:
-        self._refresh(view)
-        self._observe(view, now)
-        lineage = self._lineage(view, members)
-        if any(judge(offer, lineage) == "future" for offer, _ in view.offers.values()):
-            self._refresh(view)
-            lineage = self._lineage(view, self._members())
-        chosen = self._acceptable(view, lineage)
-        return decide(self._round(view, members, chosen), now=now)
-
-    def _lineage(self, view: View, members: Members) -> Lineage:
-        config, head = self.run.config, view.head
-        is_known = head.median_norm > 0 and head.version >= VERSIONS_WITHOUT_NORM_LIMIT
-        return Lineage(
-            head_version=head.version,
-            digests=view.digests,
-            tallies=head.tallies,
-            incarnations=members.incarnations,
-            listed=members.listed,
-            layout=layout_digest(view.layout),
-            codec=config.sync.codec,
-            num_tensors=len(view.layout.tensors),
-            max_staleness=config.sync.max_staleness,
-            norm_limit=config.sync.outlier_factor * head.median_norm if is_known else math.inf,
-        )
-
-    def _acceptable(self, view: View, lineage: Lineage) -> dict[str, Contribution]:
-        offers = [
-            offer
-            for name, (offer, _) in view.offers.items()
-            if name not in view.damaged and name not in view.recorded and judge(offer, lineage) is None
-        ]
-        return newest_per_learner([offer for offer in offers if self._counts_when_cold(view, offer)])
-
-    def _counts_when_cold(self, view: View, offer: Contribution) -> bool:
-        """A found head owes no pace; so that it is not stepped on a sliver, half a period is asked for instead."""
-        if view.opened_at is not None or view.head.version == 0 or self.run.config.sync.algorithm == "streaming":
-            return True
-        steps = own_period(
-            self.run.config.sync.period_steps,
-            step_seconds=offer.step_seconds,
-            all_step_seconds=[tally.step_seconds for tally in view.head.tallies.values()],
-        )
-        return 2 * offer.num_steps >= steps
-
-    def _refusals(self, view: View, lineage: Lineage) -> list[Verdict]:
-        found = [verdict for name, verdict in view.damaged.items() if name not in view.recorded]
-        for name, (offer, digest) in view.offers.items():
-            reason = judge(offer, lineage)
-            if reason is not None and name not in view.recorded and name not in view.damaged:
-                found.append(Verdict(name, digest, offer.learner, reason, offer.num_tokens))
-        return sorted(found, key=lambda verdict: verdict.name)
-
-    def _round(self, view: View, members: Members, chosen: Mapping[str, Contribution]) -> Round:
-        config = self.run.config
-        staying = [island.name for island in config.islands if island.name not in members.departed]
-        seconds = [tally.step_seconds for tally in view.head.tallies.values()]
-        known = [s for s in [*seconds, *(offer.step_seconds for offer in chosen.values())] if s > 0]
-        period = config.sync.period_steps * min(known, default=0.0)
-        blocks = config.sync.algorithm == "streaming"
-        return Round(
-            arrivals=tuple(Arrival(name, view.first_seen[offer.name]) for name, offer in chosen.items()),
-            expected=tuple(self._expectation(view, name) for name in staying if self._is_awaited(view, members, name)),
-            min_learners=max(1, min(config.quorum, len(staying))),
-            opened_at=view.opened_at,
-            period_seconds=0.0 if blocks else period,
-            grace_seconds=0.0 if blocks else config.sync.grace_fraction * period,
-            is_final=not staying,
-        )
-
-    def _is_awaited(self, view: View, members: Members, learner: str) -> bool:
-        return learner in members.incarnations and view.missed.get(learner, 0) < MISSES_UNTIL_SILENT
-
-    def _expectation(self, view: View, learner: str) -> Expectation:
-        response = view.responses.get(learner)
-        if response is None or view.opened_at is None:
-            return Expectation(learner, None)
-        return Expectation(learner, view.opened_at + response)
-
-    # --- merging ---
+    def _look(self, view: View, now: float) -> Members:
+        """Bring a view up to date and return who takes part."""
+        view.refresh()
+        view.observe(now)
+        members = self._members()
+        if any(judge(offer, view.lineage(members)) == "future" for offer, _ in view.offers.values()):
+            # Perhaps the world has moved while we looked: look once more before judging.
+            view.refresh()
+            members = self._members()
+        return members
 
     def _is_superseded(self) -> bool:
         newest = records.next_number(self.run.store, "synchronizers") - 1
@@ -327,41 +136,34 @@ class Synchronizer:
 
     def _enlist(self, number: int) -> None:
         while True:
+            # The mark makes the record ours: two synchronizers never write the same one.
+            body = {"number": number, "mark": self._new_attempt()}
             try:
-                # The attempt name makes the record ours: two synchronizers never write the same one.
-                records.write(
-                    self.run.store, names.numbered("synchronizers", number), {"number": number, "mark": self._new_attempt()}
-                )
+                records.write(self.run.store, names.numbered("synchronizers", number), body)
             except VersionTaken:
                 number += 1
                 continue
             self.number = number
             return
 
-    def _merge(self, view: View, choice: Merge, members: Members, now: float) -> bool:
-        """Publish the next version from the chosen learners; False if the world turned out different."""
-        lineage = self._lineage(view, members)
-        chosen = self._acceptable(view, lineage)
-        offers = [chosen[name] for name in choice.learners]
+    def _merge(self, view: View, offers: list[Contribution], members: Members, now: float) -> bool:
+        """Publish the next version from these offers; False if the world turned out different."""
+        lineage = view.lineage(members)
         consumed = [consume(offer, view.offers[offer.name][1], view.head.version) for offer in offers]
         try:
             delta = self._fold(view, offers, [entry.weight for entry in consumed])
         except DamagedObject as exc:
             # The round starts again without it: perhaps there is no quorum any more.
-            offer, digest = view.offers[exc.name]
-            view.damaged[exc.name] = Verdict(exc.name, digest, offer.learner, "damaged", offer.num_tokens)
+            view.note_damage(exc.name)
             if len(offers) == 1:
-                self._advise(view, self._refusals(view, lineage))
+                self._advise(view, view.refusals(lineage))
             return False
-        commit = self._commit(view, consumed, self._refusals(view, lineage), delta)
-        name = names.version(view.layout.index, commit.version)
+        commit = self._commit(view, consumed, view.refusals(lineage), delta)
         try:
-            digest = records.write(self.run.store, name, commit.to_json())
+            digest = records.write(self.run.store, names.version(commit.fragment, commit.version), commit.to_json())
         except VersionTaken:
-            return False
-        self._advance(view, commit, digest, opened_at=now)
-        for learner in members.incarnations:
-            view.missed[learner] = 0 if learner in choice.learners else view.missed.get(learner, 0) + 1
+            return False  # somebody else made this version; the next look finds it
+        view.note_merge(commit, digest, members, now=now)
         return True
 
     def _fold(self, view: View, offers: list[Contribution], weights: list[float]) -> Vector:
@@ -387,7 +189,7 @@ class Synchronizer:
         return Commit(
             fragment=view.layout.index,
             version=version,
-            parent_digest=view.digests[head.version],
+            parent_digest=view.digest,
             consumed=tuple(consumed),
             refused=tuple(refused),
             tallies=after_merge(head.tallies, consumed, refused, version=version),
@@ -420,7 +222,7 @@ class Synchronizer:
         snapshot = Snapshot(
             number=kept[-1][0].number + 1 if kept else 0,
             versions=versions,
-            digests=tuple(view.digests[view.head.version] for view in self._views),
+            digests=tuple(view.digest for view in self._views),
             merged_tokens=sum(view.head.merged_tokens for view in self._views) // len(self._views),
             previous=kept[-1][1] if kept else "",
         )

@@ -101,7 +101,7 @@ def until_due(folder: Path, store: str, *assignments: str) -> Driver:
     driver = runs.start(runs.tiny_config(folder, *SMALL, *assignments, store=store))
     while True:
         event = driver.events[0]
-        if event.kind is Kind.MERGE and event.time > 20:
+        if event.kind is Kind.MERGE and event.time > 8:
             saved = runs.objects(driver.run)
             if Synchronizer(driver.run, lambda: "a-probe").poll(now=1e9).published:
                 runs.fill(driver.run.store, saved)
@@ -157,7 +157,6 @@ def test_two_synchronizers_interleaved_at_every_operation_make_one_version(tmp_p
     before = runs.objects(run)
     Synchronizer(run, attempts("alone")).poll(now=1e9)
     expected = heads(run)
-    assert [head[0] for head in expected] != [records.find_head(run.store, 0)[0].version - 1] * 2
     num_stops = 0
     for first, second in ("xy", "yx"):
         stop_after, num_operations = 0, 1

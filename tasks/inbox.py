@@ -1,0 +1,231 @@
+"""One fragment as the synchronizer sees it: its head, its inbox, its estimates. No torch.
+
+Reads and judges; must not fold or publish anything. Times are the synchronizer's own monotonic seconds, given as
+arguments; everything else can be read again from the store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from islands import names
+from islands.contributions import Contribution, Lineage, Tally, Verdict, judge, newest_per_learner
+from islands.fragments import layout_digest, own_period
+from islands.quorum import Arrival, Expectation, Round
+from islands.types import DamagedObject, FragmentLayout
+from islands.versions import Commit
+from tasks import records
+from tasks.runs import Run
+
+# While the rate warms up, deltas grow tenfold within a few versions; a median means something after these.
+VERSIONS_WITHOUT_NORM_LIMIT = 8
+# Rounds in a row a learner may miss and still be waited for.
+MISSES_UNTIL_SILENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who takes part, as the store says: newest incarnations, contributions listed by them, who has left."""
+
+    incarnations: Mapping[str, int]
+    listed: frozenset[str]
+    departed: frozenset[str]
+
+
+class View:
+    """What is known of one fragment.
+
+    Attributes:
+        layout: the fragment.
+        head: its newest version.
+        offers: name -> (contribution, digest) of what is in the inbox and not settled.
+        damaged: name -> verdict of what cannot be read or folded.
+    """
+
+    def __init__(self, run: Run, layout: FragmentLayout) -> None:
+        self.layout = layout
+        self.offers: dict[str, tuple[Contribution, str]] = {}
+        self.damaged: dict[str, Verdict] = {}
+        self._run = run
+        self._opened_at: float | None = None  # None: a head that was found, not made
+        self._first_seen: dict[str, float] = {}
+        self._responses: dict[str, float] = {}  # seconds from opening a head to a learner's contribution, running mean
+        self._missed: dict[str, int] = {}
+        self.head, digest = records.find_head(run.store, layout.index)
+        self._digests = {self.head.version: digest}
+        self._recorded = {verdict.name for verdict in self.head.refused}
+        for version in range(max(0, self.head.version - run.config.sync.max_staleness - 2), self.head.version):
+            commit, digest = records.require_commit(run.store, layout.index, version)
+            self._digests[version] = digest
+            self._recorded |= {verdict.name for verdict in commit.refused}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the head's commit."""
+        return self._digests[self.head.version]
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what the store does not hold, as plain JSON values."""
+        return {
+            "opened_at": self._opened_at,
+            "first_seen": self._first_seen,
+            "responses": self._responses,
+            "missed": self._missed,
+        }
+
+    def restore_estimates(self, known: Mapping[str, Any]) -> None:
+        """Go on with what `estimates` returned."""
+        self._opened_at = known["opened_at"]
+        self._first_seen = dict(known["first_seen"])
+        self._responses = dict(known["responses"])
+        self._missed = dict(known["missed"])
+
+    # --- looking ---
+
+    def refresh(self) -> None:
+        """Catch up with versions somebody else published."""
+        while (later := records.read_commit(self._run.store, self.layout.index, self.head.version + 1)) is not None:
+            self._advance(*later, opened_at=None)
+
+    def note_merge(self, commit: Commit, digest: str, members: Members, *, now: float) -> None:
+        """Take in a version this synchronizer has just published."""
+        self._advance(commit, digest, opened_at=now)
+        present = {entry.learner for entry in commit.consumed}
+        for learner in members.incarnations:
+            self._missed[learner] = 0 if learner in present else self._missed.get(learner, 0) + 1
+
+    def observe(self, now: float) -> None:
+        """Bring offers, first-seen times and damage up to date with one listing of the inbox."""
+        present = set()
+        for name in self._run.store.list_names(f"inbox/f{self.layout.index:04d}/"):
+            key = names.parse_contribution(name)
+            if key is None or self._is_settled(key):
+                continue
+            present.add(name)
+            if name not in self.offers and name not in self.damaged:
+                self._receive(name, key)
+            is_new = name not in self._first_seen
+            self._first_seen.setdefault(name, now)
+            if is_new and name in self.offers:
+                self._note_response(key, now)
+        self.offers = {name: offer for name, offer in self.offers.items() if name in present}
+        self.damaged = {name: verdict for name, verdict in self.damaged.items() if name in present}
+        self._first_seen = {name: seen for name, seen in self._first_seen.items() if name in present}
+
+    def note_damage(self, name: str) -> None:
+        """Take an offer out of the round: its payload is not what its header says."""
+        offer, digest = self.offers[name]
+        self.damaged[name] = Verdict(name, digest, offer.learner, "damaged", offer.num_tokens)
+
+    # --- judging ---
+
+    def lineage(self, members: Members) -> Lineage:
+        """Return what verdicts depend on."""
+        sync, head = self._run.config.sync, self.head
+        is_known = head.median_norm > 0 and head.version >= VERSIONS_WITHOUT_NORM_LIMIT
+        return Lineage(
+            head_version=head.version,
+            digests=self._digests,
+            tallies=head.tallies,
+            incarnations=members.incarnations,
+            listed=members.listed,
+            layout=layout_digest(self.layout),
+            codec=sync.codec,
+            num_tensors=len(self.layout.tensors),
+            max_staleness=sync.max_staleness,
+            norm_limit=sync.outlier_factor * head.median_norm if is_known else math.inf,
+        )
+
+    def acceptable(self, lineage: Lineage) -> dict[str, Contribution]:
+        """Return the contribution of each learner that may be merged now, ordered by learner."""
+        offers = [
+            offer
+            for name, (offer, _) in self.offers.items()
+            if name not in self.damaged and name not in self._recorded and judge(offer, lineage) is None
+        ]
+        return newest_per_learner([offer for offer in offers if self._counts_when_cold(offer)])
+
+    def refusals(self, lineage: Lineage) -> list[Verdict]:
+        """Return what is refused and no commit has recorded yet, ordered by name."""
+        found = [verdict for name, verdict in self.damaged.items() if name not in self._recorded]
+        for name, (offer, digest) in self.offers.items():
+            reason = judge(offer, lineage)
+            if reason is not None and name not in self._recorded and name not in self.damaged:
+                found.append(Verdict(name, digest, offer.learner, reason, offer.num_tokens))
+        return sorted(found, key=lambda verdict: verdict.name)
+
+    def round(self, members: Members, chosen: Mapping[str, Contribution]) -> Round:
+        """Return what the next outer step's timing depends on."""
+        config = self._run.config
+        staying = [island.name for island in config.islands if island.name not in members.departed]
+        seconds = [tally.step_seconds for tally in self.head.tallies.values()]
+        known = [s for s in [*seconds, *(offer.step_seconds for offer in chosen.values())] if s > 0]
+        period = config.sync.period_steps * min(known, default=0.0)
+        blocks = config.sync.algorithm == "streaming"
+        awaited = [name for name in staying if name in members.incarnations and not self._is_silent(name)]
+        return Round(
+            arrivals=tuple(Arrival(name, self._first_seen[offer.name]) for name, offer in chosen.items()),
+            expected=tuple(Expectation(name, self._arrives_at(name)) for name in awaited),
+            min_learners=max(1, min(config.quorum, len(staying))),
+            opened_at=self._opened_at,
+            period_seconds=0.0 if blocks else period,
+            grace_seconds=0.0 if blocks else config.sync.grace_fraction * period,
+            is_final=not staying,
+        )
+
+    # --- the details ---
+
+    def _advance(self, commit: Commit, digest: str, *, opened_at: float | None) -> None:
+        self.head, self._opened_at = commit, opened_at
+        self._digests[commit.version] = digest
+        self._recorded |= {verdict.name for verdict in commit.refused}
+        oldest = commit.version - self._run.config.sync.max_staleness - 2
+        self._digests = {version: digest for version, digest in self._digests.items() if version >= oldest}
+
+    def _is_settled(self, key: names.ContributionKey) -> bool:
+        """Say whether a contribution's fate is decided: merged, passed over, or recorded as too old long ago."""
+        tally = self.head.tallies.get(key.learner, Tally())
+        is_too_old = key.base_version + self._run.config.sync.max_staleness + 2 < self.head.version
+        return key.stop <= tally.consumed_to or is_too_old
+
+    def _receive(self, name: str, key: names.ContributionKey) -> None:
+        for attempt in (1, 2):
+            try:
+                found = records.read_contribution(self._run.store, name)
+            except DamagedObject:
+                # Read again once: a store may answer half. Then it is damage.
+                if attempt == 2:
+                    self.damaged[name] = Verdict(name, "", key.learner, "damaged", 0)
+                continue
+            if found is not None:
+                self.offers[name] = found
+            return
+
+    def _note_response(self, key: names.ContributionKey, now: float) -> None:
+        self._missed[key.learner] = 0
+        if self._opened_at is None or key.base_version != self.head.version:
+            return
+        took = now - self._opened_at
+        self._responses[key.learner] = 0.5 * (self._responses.get(key.learner, took) + took)
+
+    def _counts_when_cold(self, offer: Contribution) -> bool:
+        """A found head owes no pace; so that it is not stepped on a sliver, half a period is asked for instead."""
+        sync = self._run.config.sync
+        if self._opened_at is not None or self.head.version == 0 or sync.algorithm == "streaming":
+            return True
+        steps = own_period(
+            sync.period_steps,
+            step_seconds=offer.step_seconds,
+            all_step_seconds=[tally.step_seconds for tally in self.head.tallies.values()],
+        )
+        return 2 * offer.num_steps >= steps
+
+    def _is_silent(self, learner: str) -> bool:
+        return self._missed.get(learner, 0) >= MISSES_UNTIL_SILENT
+
+    def _arrives_at(self, learner: str) -> float | None:
+        response = self._responses.get(learner)
+        return None if response is None or self._opened_at is None else self._opened_at + response
