@@ -145,6 +145,11 @@ class SyncConfig(_Section):
         le=1,
         description="Longest wait after the quorum, as a share of the period.",
     )
+    adoption: Literal["carry", "mix"] | None = Field(
+        default=None,
+        description="At adoption, add what was learned since the copy, or mix by alpha (0 overwrites); "
+        "absent: carry under decoupled with alpha 0, else mix.",
+    )
     alpha: float = Field(
         default=0.0, ge=0, le=1, description="Share of the local value kept at adoption."
     )
@@ -169,6 +174,13 @@ class SyncConfig(_Section):
         le=2**30,
         description="Size of one stored chunk, before coding.",
     )
+
+    @property
+    def carries(self) -> bool:
+        """Whether adoption adds what was learned since the copy, rather than mixing by alpha."""
+        if self.adoption is None:
+            return self.algorithm == "decoupled" and self.alpha == 0
+        return self.adoption == "carry"
 
 
 class FaultConfig(_Section):
@@ -214,6 +226,11 @@ class IslandConfig(_Section):
         default="cpu",
         pattern=r"^(cpu|cuda(:\d+)?)$",
         description='Torch device: "cpu", "cuda" or "cuda:<index>".',
+    )
+    checkpoints: str | None = Field(
+        default=None,
+        min_length=1,
+        description="URL of a store of its own for checkpoints; absent: the run's store.",
     )
     speed: float = Field(
         default=1.0,

@@ -7,7 +7,7 @@ a clock: whoever drives it moves the bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,8 @@ class LearnerState:
     """Everything a checkpoint must hold. Arrays are private copies.
 
     `values`, `first`, `second`: per fragment, parameters and AdamW moments, (elements,) float32. `tensor_steps`: the
-    optimizer's step count per fragment and tensor, 0 where it has no state yet.
+    optimizer's step count per fragment and tensor, 0 where it has no state yet. `copied`: per fragment, the values of
+    the open interval's newest copy. `buffers`: the model's persistent buffers by name, in their own shape and dtype.
     """
 
     record: LearnerRecord
@@ -65,6 +66,8 @@ class LearnerState:
     first: tuple[Vector, ...]
     second: tuple[Vector, ...]
     tensor_steps: tuple[tuple[int, ...], ...]
+    copied: Mapping[int, Vector] = field(default_factory=dict)
+    buffers: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -80,6 +83,12 @@ def embedding_names(model: nn.Module) -> frozenset[str]:
         for name, parameter in trainable(model).items()
         if id(parameter) in weights or name.endswith("_embedding")
     )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers a state dict would hold, by name: running statistics, counters."""
+    names = {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in model.state_dict().items() if name in names}
 
 
 def flatten(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Vector:
@@ -143,6 +152,7 @@ class Learner:
         self._parameters = trainable(model)
         self._anchors: list[Vector] = [np.empty(0, dtype=np.float32)] * len(self.layouts)
         self._clocks: list[FragmentClock] = []
+        self._copied: dict[int, Vector] = {}
 
     # --- beginning ---
 
@@ -163,6 +173,7 @@ class Learner:
         self.position, self.trained, self.cursor = record.position, record.trained, record.cursor
         self._clocks = list(state.record.clocks)
         self._anchors = list(anchors)
+        self._copied = dict(state.copied)
 
     def come_back(
         self, state: LearnerState | None, last: LearnerRecord, heads: Sequence[Base], *, incarnation: int
@@ -186,6 +197,8 @@ class Learner:
             self._anchors[p] = head.values
             if not keeps:
                 self.adopt(p, head, alpha=0.0, next_push_steps=self._first_push(p))
+            elif state is not None and p in state.copied:
+                self._copied[p] = state.copied[p]
 
     # --- training ---
 
@@ -220,10 +233,11 @@ class Learner:
         """Return a private copy of a fragment for pushing, and enter it into the ledger."""
         clock = self._clocks[fragment]
         self._clocks[fragment] = ledger.after_copy(clock, self.position, next_push_steps=next_push_steps)
+        local = self._copied[fragment] = flatten(self.layouts[fragment], self._parameters)
         return Copy(
             fragment=fragment,
             anchor=self._anchors[fragment],
-            local=flatten(self.layouts[fragment], self._parameters),
+            local=local,
             base_version=clock.base_version,
             base_digest=clock.base_digest,
             start=clock.start,
@@ -233,13 +247,29 @@ class Learner:
             offered_before=clock.offered,
         )
 
-    def adopt(self, fragment: int, base: Base, *, alpha: float, next_push_steps: int) -> None:
-        """Take over a published version: (1 - alpha) published + alpha local. Moments and learning rate stay."""
+    def adopt(
+        self, fragment: int, base: Base, *, alpha: float, next_push_steps: int, carries: bool = False
+    ) -> None:
+        """Take over a published version. Moments and learning rate stay.
+
+        Args:
+            fragment: which.
+            base: the version.
+            alpha: share of the local value kept: (1 - alpha) published + alpha local.
+            next_push_steps: steps until the fragment is due again.
+            carries: add to the published values what was learned since the newest copy, instead of mixing. The copy
+                itself is merged, or will be, on its own; so no work is lost to the time an exchange takes, and none
+                counts twice. `alpha` must be 0.
+        """
         layout = self.layouts[fragment]
+        copied = self._copied.pop(fragment, None)
         values = base.values
-        if alpha > 0:
+        if carries or alpha > 0:
             local = flatten(layout, self._parameters)
-            values = np.float32(1 - alpha) * base.values + np.float32(alpha) * local
+            if carries:
+                values = base.values + (local - (self._anchors[fragment] if copied is None else copied))
+            else:
+                values = np.float32(1 - alpha) * base.values + np.float32(alpha) * local
         unflatten(layout, values, self._parameters)
         self._anchors[fragment] = base.values
         self._clocks[fragment] = ledger.after_adoption(
@@ -247,7 +277,7 @@ class Learner:
             self.position,
             version=base.version,
             digest=base.digest,
-            keeps_local=alpha > 0,
+            keeps_local=carries or alpha > 0,
             next_push_steps=next_push_steps,
         )
 
@@ -270,7 +300,16 @@ class Learner:
             second.append(moments[1])
             steps.append(moments[2])
         values = tuple(flatten(layout, self._parameters) for layout in self.layouts)
-        return LearnerState(self.record(previous), values, tuple(first), tuple(second), tuple(steps))
+        buffers = {name: value.to("cpu").numpy().copy() for name, value in persistent_buffers(self.model).items()}
+        return LearnerState(
+            record=self.record(previous),
+            values=values,
+            first=tuple(first),
+            second=tuple(second),
+            tensor_steps=tuple(steps),
+            copied=dict(self._copied),
+            buffers=buffers,
+        )
 
     def local_values(self, fragment: int) -> Vector:
         """Return a copy of the fragment's present local values."""
@@ -292,7 +331,9 @@ class Learner:
         return first, second, tuple(steps)
 
     def _load(self, state: LearnerState) -> None:
-        """Fill parameters and moments. State is made, not filled in: a fresh optimizer has no slots yet."""
+        """Fill parameters, buffers and moments. State is made, not filled in: a fresh optimizer has no slots yet."""
+        for name, buffer in persistent_buffers(self.model).items():
+            buffer.copy_(torch.from_numpy(state.buffers[name].copy()))
         for p, layout in enumerate(self.layouts):
             unflatten(layout, state.values[p], self._parameters)
             for spec, num_steps in zip(layout.tensors, state.tensor_steps[p], strict=True):

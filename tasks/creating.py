@@ -29,7 +29,7 @@ from tasks import records
 from tasks.building import model_shape, require_devices
 from tasks.publishing import publish_first
 from tasks.records import NewAttempt
-from tasks.runs import HELD_OUT, Run, open_run, require_plain
+from tasks.runs import HELD_OUT, Run, open_run, require_plain, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None
             f"choose another name, or continue it with `diloco resume {run_id}`"
         )
     require_devices(config)
+    route(store, config, run_id)
     split = split_text(config)
     for island in config.islands:
         size = split.shards[island.name].size

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from infra.arrays import ArrayReader, write_arrays
 from islands import names
@@ -18,7 +20,7 @@ from islands.contributions import Contribution, Lineage, judge
 from islands.fragments import layout_digest, pseudo_gradient
 from islands.learner import Base, Copy, Learner, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
-from islands.merging import Vector, tensor_norms
+from islands.merging import tensor_norms
 from islands.types import DamagedObject, Refused, VersionTaken, manifest_from_json
 from tasks import history, records
 from tasks.records import NewAttempt
@@ -108,14 +110,19 @@ class Exchange:
         if not all(np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)):
             raise Refused("non-finite", f"{self.learner} at {learner.position} was not saved")
         name = names.checkpoint(self.learner, learner.position)
-        arrays: dict[str, Vector] = {}
+        arrays: dict[str, npt.NDArray[Any]] = {}
         for p in range(len(self.run.layouts)):
             arrays |= {f"values-{p}": state.values[p], f"first-{p}": state.first[p], f"second-{p}": state.second[p]}
+        arrays |= {f"copied-{p}": vector for p, vector in state.copied.items()}
+        for b, buffer in enumerate(state.buffers.values()):
+            arrays[f"buffer-{b}"] = buffer.reshape(-1)
         folder = names.payload_folder(name, self._new_attempt())
         payload = write_arrays(self.run.store, folder, arrays, chunk_elements=self.run.chunk_elements)
         body = {
             "record": state.record.to_json(),
             "tensor_steps": state.tensor_steps,
+            "copied": sorted(state.copied),
+            "buffers": [[name, list(buffer.shape)] for name, buffer in state.buffers.items()],
             "payload": payload.to_json(),
         }
         self.previous = records.write(self.run.store, name, body)
@@ -178,5 +185,7 @@ def read_checkpoint(run: Run, name: str) -> Saved:
         first=tuple(reader.read(f"first-{p}") for p in fragments),
         second=tuple(reader.read(f"second-{p}") for p in fragments),
         tensor_steps=tuple(tuple(row) for row in body["tensor_steps"]),
+        copied={p: reader.read(f"copied-{p}") for p in body["copied"]},
+        buffers={name: reader.read(f"buffer-{b}").reshape(shape) for b, (name, shape) in enumerate(body["buffers"])},
     )
     return Saved(name, state, digest)

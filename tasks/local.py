@@ -168,7 +168,8 @@ class Driver:
             if sync.algorithm == "streaming" and not self._is_turn(learner.position.step, fragment):
                 continue
             base = exchanging.fetch(self.run, fragment, version)
-            learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=self._own_period(seat, fragment))
+            steps = self._own_period(seat, fragment)
+            learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps, carries=sync.carries)
 
     def _must_wait(self, learner: Learner) -> bool:
         """Say whether a blocking algorithm stops here: this fragment's turn, pushed, and not merged yet."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infra.arrays import ArrayReader, chunk_length
+from infra.routing import RoutedStore
 from infra.store import Store, open_store
 from islands import names
 from islands.config import IslandConfig, RunConfig, changed_identity, config_from_json, identity, parse_config, to_toml
@@ -88,13 +89,27 @@ def open_run(store_url: str, run_id: str) -> Run:
     return Run(
         store_url=store_url,
         run_id=run_id,
-        store=open_store(store_url, durable=config.durable).within(run_id),
+        store=route(open_store(store_url, durable=config.durable).within(run_id), config, run_id),
         config=config,
         layouts=layouts_from_json(facts["layouts"]),
         data=manifest_from_json(facts["data"]["payload"]),
         digest=digest,
         facts=facts,
     )
+
+
+def route(store: Store, config: RunConfig, run_id: str) -> Store:
+    """Return the run's store with the checkpoints of some islands lying elsewhere, as configured.
+
+    Raises:
+        ConfigError: one of their stores cannot be opened.
+    """
+    elsewhere = {}
+    for island in config.islands:
+        if island.checkpoints is not None:
+            place = open_store(island.checkpoints, durable=config.durable).within(run_id)
+            elsewhere[f"checkpoints/{island.name}"] = elsewhere[f"payloads/checkpoints/{island.name}"] = place
+    return RoutedStore(store, elsewhere) if elsewhere else store
 
 
 def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str, str]) -> Run:

@@ -102,6 +102,7 @@ def verify(store_url: str, run_id: str) -> Verification:
     except DamagedObject as exc:
         found.note(exc.name, exc.problem)
         return found
+    everything = run.store.list_names("")  # some of it may lie elsewhere
     dead = frozenset(() if run.config.retention == "all" else collectable(everything, facts))
     evidence = _Evidence(run, frozenset(everything), dead, facts, {}, {}, found)
     found.num_objects = len(everything)
