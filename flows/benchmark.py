@@ -9,40 +9,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rich.table import Table
 
 from flows import screen
-from islands.config import IslandConfig, LocalConfig, RunConfig
+from islands.config import InnerConfig, IslandConfig, LocalConfig, RunConfig, SyncConfig
 
-LEARNING_RATES = (3e-3, 6e-3, 1.2e-2)
-# The joined batch is the same for any number of islands: 32 sequences of 64 bytes.
-JOINED_BATCH = 32
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
+# The joined batch is the same for any number of islands: 16 sequences of 64 bytes, 1,024 tokens.
+JOINED_BATCH = 16
 PHASES = (0.0, 6.0, 12.0, 18.0)
 SPEEDS = (1.0, 1.0, 0.85, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the quality table: `limit_percent` is the most its loss may exceed the baseline's."""
+    """One row of the quality table.
+
+    `limit_percent`: the most its loss may exceed the baseline's. `tuned_as`: the row whose learning rate it takes.
+    """
 
     label: str
     islands: tuple[IslandConfig, ...]
     limit_percent: float
+    tuned_as: str
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One training to run in a process: `label` "" is the data-parallel baseline."""
+    """One training to run in a process: `label` "" is the data-parallel baseline, on the shards of four islands."""
 
     label: str
-    num_islands: int
     learning_rate: float
     seed: int
 
@@ -52,12 +55,13 @@ def quality_settings() -> dict[str, Setting]:
     in_phase = {m: tuple(_island(i, m) for i in range(m)) for m in (2, 4, 8)}
     delayed = tuple(_island(i, 4, start=PHASES[i], delay=2.0) for i in range(4))
     uneven = tuple(_island(i, 4, start=PHASES[i], delay=2.0, speed=SPEEDS[i]) for i in range(4))
+    two, four, eight = (f"M={m}, in phase" for m in (2, 4, 8))
     rows = [
-        Setting("M=2, in phase", in_phase[2], 0.0),
-        Setting("M=4, in phase", in_phase[4], 1.0),
-        Setting("M=4, phases 0/6/12/18, delay 4", delayed, 1.0),
-        Setting("M=4, the same, speeds 1/1/0.85/0.7", uneven, 2.0),
-        Setting("M=8, in phase", in_phase[8], 1.5),
+        Setting(two, in_phase[2], 0.0, two),
+        Setting(four, in_phase[4], 1.0, four),
+        Setting("M=4, phases 0/6/12/18, delay 4", delayed, 1.0, four),
+        Setting("M=4, the same, speeds 1/1/0.85/0.7", uneven, 2.0, four),
+        Setting(eight, in_phase[8], 1.5, eight),
     ]
     return {row.label: row for row in rows}
 
@@ -84,72 +88,119 @@ def quality_job(job: Job, tokens: int) -> dict[str, float]:
     from tasks.reporting import status
 
     building.use_one_thread()
-    islands = quality_settings()[job.label].islands if job.label else tuple(_island(i, job.num_islands) for i in range(job.num_islands))
+    islands = (
+        quality_settings()[job.label].islands
+        if job.label
+        else tuple(_island(i, 4) for i in range(4))
+    )
     config = RunConfig(
-        store=f"memory://quality-{job.seed}-{job.num_islands}-{os.getpid()}",
+        store=f"memory://quality-{uuid4().hex}",
         total_tokens=tokens,
         seed=job.seed,
         islands=islands,
-        local=LocalConfig(checkpoint_steps=384),
+        inner=InnerConfig(learning_rate=job.learning_rate),
+        sync=SyncConfig(codec_down="float32"),
+        local=LocalConfig(checkpoint_steps=768),
     )
-    config = config.model_copy(update={"inner": config.inner.model_copy(update={"learning_rate": job.learning_rate})})
     if not job.label:
-        return {"bits_per_byte": train_data_parallel(config, split_text(config)), "merged_share": 1.0}
-    run_id = f"r{abs(hash((job.label, job.learning_rate)))}"
-    outcome = local.train(config, run_id, watch=lambda beat: None, is_stopped=lambda: False)
+        return {
+            "bits_per_byte": train_data_parallel(config, split_text(config)),
+            "merged_share": 1.0,
+        }
+    outcome = local.train(config, "r", watch=lambda beat: None, is_stopped=lambda: False)
     assert outcome.score is not None
-    return {"bits_per_byte": outcome.score.bits_per_byte, "merged_share": status(outcome.run).merged_share}
+    return {
+        "bits_per_byte": outcome.score.bits_per_byte,
+        "merged_share": status(outcome.run).merged_share,
+    }
 
 
 def _quality(seeds: int, tokens: int) -> tuple[dict[str, Any], bool]:
-    """Tune each setting's rate on seed 0 from the same grid, train the other seeds at it, compare medians per seed."""
+    """Tune on seed 0 from one grid for both sides, train every seed at the best rate, compare means over seeds."""
     settings = quality_settings()
-    sizes = sorted({len(setting.islands) for setting in settings.values()})
-    contenders = [(label, len(setting.islands)) for label, setting in settings.items()] + [("", m) for m in sizes]
-    tuning = [Job(label, m, rate, 0) for label, m in contenders for rate in LEARNING_RATES]
+    tuned = ["", *sorted({setting.tuned_as for setting in settings.values()})]
+    tuning = [Job(label, rate, 0) for label in tuned for rate in LEARNING_RATES]
     results = _train_all(tuning, tokens, "tuning on seed 0")
     best = {}
-    for label, m in contenders:
-        best[label, m] = min((results[job]["bits_per_byte"], job.learning_rate) for job in tuning if (job.label, job.num_islands) == (label, m))[1]
-    rest = [Job(label, m, best[label, m], seed) for label, m in contenders for seed in range(1, seeds)]
-    results |= _train_all(rest, tokens, "other seeds")
-    table = Table("setting", "rate", "bits/byte", "data-parallel", "its rate", "gap %", "limit %", "merged share")
-    rows, is_met = [], True
-    for label, setting in settings.items():
-        m = len(setting.islands)
-        ours = [results[Job(label, m, best[label, m], seed)] for seed in range(seeds)]
-        theirs = [results[Job("", m, best["", m], seed)]["bits_per_byte"] for seed in range(seeds)]
-        gap = 100 * (_mean(row["bits_per_byte"] for row in ours) / _mean(theirs) - 1)
-        share = min(row["merged_share"] for row in ours)
-        row = {
-            "setting": label,
-            "learning_rate": best[label, m],
-            "bits_per_byte": [row["bits_per_byte"] for row in ours],
-            "baseline_learning_rate": best["", m],
-            "baseline_bits_per_byte": theirs,
-            "gap_percent": gap,
-            "limit_percent": setting.limit_percent,
-            "merged_share": share,
-        }
-        rows.append(row)
-        is_met = is_met and gap <= setting.limit_percent and share >= 0.8
+    for label in tuned:
+        scores = [(results[Job(label, rate, 0)]["bits_per_byte"], rate) for rate in LEARNING_RATES]
+        best[label] = min(scores)[1]
+    rates = {"": best[""], **{label: best[setting.tuned_as] for label, setting in settings.items()}}
+    jobs = [Job(label, rate, seed) for label, rate in rates.items() for seed in range(seeds)]
+    results |= _train_all([job for job in jobs if job not in results], tokens, "all seeds")
+    theirs = [results[Job("", rates[""], seed)]["bits_per_byte"] for seed in range(seeds)]
+    rows = [
+        _quality_row(
+            setting,
+            rates[label],
+            [results[Job(label, rates[label], seed)] for seed in range(seeds)],
+            theirs,
+        )
+        for label, setting in settings.items()
+    ]
+    _show_quality(rows, rates[""], theirs)
+    figures = {
+        "tokens": tokens,
+        "seeds": seeds,
+        "rows": rows,
+        "baseline_bits_per_byte": theirs,
+        "baseline_learning_rate": rates[""],
+        "tuning": [
+            [job.label or "data-parallel", job.learning_rate, results[job]["bits_per_byte"]]
+            for job in tuning
+        ],
+    }
+    return figures, all(row["is_met"] for row in rows)
+
+
+def _quality_row(
+    setting: Setting, rate: float, ours: list[dict[str, float]], theirs: list[float]
+) -> dict[str, Any]:
+    gap = 100 * (
+        statistics.fmean(row["bits_per_byte"] for row in ours) / statistics.fmean(theirs) - 1
+    )
+    share = min(row["merged_share"] for row in ours)
+    return {
+        "setting": setting.label,
+        "learning_rate": rate,
+        "bits_per_byte": [row["bits_per_byte"] for row in ours],
+        "gap_percent": gap,
+        "limit_percent": setting.limit_percent,
+        "merged_share": share,
+        "is_met": gap <= setting.limit_percent and share >= 0.8,
+    }
+
+
+def _show_quality(rows: list[dict[str, Any]], rate: float, theirs: list[float]) -> None:
+    table = Table("setting", "rate", "bits/byte", "gap %", "limit %", "merged share")
+    table.add_row("data-parallel", f"{rate:g}", f"{statistics.fmean(theirs):.4f}", "", "", "")
+    for row in rows:
+        loss = statistics.fmean(row["bits_per_byte"])
+        gaps = (f"{row['gap_percent']:+.2f}", f"{row['limit_percent']:+.1f}")
         table.add_row(
-            label, f"{best[label, m]:g}", f"{_mean(r['bits_per_byte'] for r in ours):.4f}", f"{_mean(theirs):.4f}",
-            f"{best['', m]:g}", f"{gap:+.2f}", f"{setting.limit_percent:+.1f}", f"{share:.3f}",
-        )  # fmt: skip
+            row["setting"],
+            f"{row['learning_rate']:g}",
+            f"{loss:.4f}",
+            *gaps,
+            f"{row['merged_share']:.3f}",
+        )
     screen.OUT.print(table)
-    tuned = [[job.label or "data-parallel", job.num_islands, job.learning_rate, results[job]["bits_per_byte"]] for job in tuning]
-    return {"tokens": tokens, "seeds": seeds, "rows": rows, "tuning": tuned}, is_met
 
 
 def _train_all(jobs: list[Job], tokens: int, title: str) -> dict[Job, dict[str, float]]:
     """Train the jobs, one process per core."""
     results = {}
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool, screen.progress(title, len(jobs)) as advance:
+    with (
+        ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool,
+        screen.progress(title, len(jobs)) as advance,
+    ):
         futures = {job: pool.submit(quality_job, job, tokens) for job in jobs}
         for done, (job, future) in enumerate(futures.items(), start=1):
             results[job] = future.result()
-            advance(done, f"{job.label or 'data-parallel'} {job.learning_rate:g}: {results[job]['bits_per_byte']:.4f}")
+            advance(
+                done,
+                f"{job.label or 'data-parallel'} {job.learning_rate:g}: {results[job]['bits_per_byte']:.4f}",
+            )
     return results
 
 
@@ -172,16 +223,23 @@ def _merge() -> tuple[dict[str, Any], bool]:
 
 def _start() -> tuple[dict[str, Any], bool]:
     """Measure start-up: `diloco --help`, and importing the merge path; medians of five, seconds."""
-    script = "import time; t = time.perf_counter(); import tasks.merging; print(time.perf_counter() - t)"
+    script = (
+        "import time; t = time.perf_counter(); import tasks.merging; print(time.perf_counter() - t)"
+    )
     imports = [float(_output([sys.executable, "-c", script])) for _ in range(5)]
     helps = [_seconds([sys.executable, "-m", "flows", "--help"]) for _ in range(5)]
-    figures = {"import_merging_seconds": statistics.median(imports), "help_seconds": statistics.median(helps)}
+    figures = {
+        "import_merging_seconds": statistics.median(imports),
+        "help_seconds": statistics.median(helps),
+    }
     for key, value in figures.items():
         screen.OUT.print(f"{key}: {value:.3f}")
     return figures, figures["import_merging_seconds"] < 0.5 and figures["help_seconds"] < 1.0
 
 
-def _island(index: int, num_islands: int, *, start: float = 0.0, delay: float = 0.0, speed: float = 1.0) -> IslandConfig:
+def _island(
+    index: int, num_islands: int, *, start: float = 0.0, delay: float = 0.0, speed: float = 1.0
+) -> IslandConfig:
     return IslandConfig(
         name=f"i{index}",
         batch_size=JOINED_BATCH // num_islands,
@@ -190,10 +248,6 @@ def _island(index: int, num_islands: int, *, start: float = 0.0, delay: float = 
         fetch_delay_steps=delay,
         speed=speed,
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _output(command: list[str]) -> str:

@@ -27,7 +27,9 @@ class Outcome:
     score: evaluating.Score | None
 
 
-def train(config: RunConfig, run_id: str, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome:
+def train(
+    config: RunConfig, run_id: str, *, watch: Watch, is_stopped: Callable[[], bool]
+) -> Outcome:
     """Create a run and train it to its end.
 
     Raises:
@@ -51,7 +53,9 @@ def resume(run: Run, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome
 
 def _driver(run: Run, watch: Watch) -> Driver:
     building.use_one_thread()
-    return Driver(run, lambda name: building.build_learner(run, name), watch, evaluating.evaluate_if_merged)
+    return Driver(
+        run, lambda name: building.build_learner(run, name), watch, evaluating.evaluate_if_merged
+    )
 
 
 def _advance(driver: Driver, is_stopped: Callable[[], bool]) -> Outcome:

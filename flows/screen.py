@@ -28,8 +28,8 @@ from rich.table import Column, Table
 if TYPE_CHECKING:
     from tasks.clockwork import Beat
     from tasks.evaluating import Score
+    from tasks.evidence import Verification
     from tasks.reporting import Status
-    from tasks.verifying import Verification
 
 # Names, paths and messages are shown as they are: nothing in them is markup.
 OUT = Console(highlight=False, markup=False, emoji=False)

@@ -38,7 +38,9 @@ class RoutedStore:
     def list_names(self, prefix: str) -> list[str]:
         """As `Store.list_names`, over every place that may hold such names."""
         folder = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        found = {name for name in self._store.list_names(prefix) if self._place(name) is self._store}
+        found = {
+            name for name in self._store.list_names(prefix) if self._place(name) is self._store
+        }
         for there, other in self._elsewhere.items():
             if there.startswith(folder) or folder.startswith(there):
                 longer = max(there, folder, key=len)
@@ -51,13 +53,19 @@ class RoutedStore:
 
     def sync(self, prefix: str) -> None:
         """As `Store.sync`, at every place."""
-        for store in {id(store): store for store in (self._store, *self._elsewhere.values())}.values():
+        for store in {
+            id(store): store for store in (self._store, *self._elsewhere.values())
+        }.values():
             store.sync(prefix)
 
     def within(self, prefix: str) -> RoutedStore:
         """Return a view of a sub-folder; folders elsewhere that are not below it play no part there."""
         folder = f"{prefix.strip('/')}/"
-        below = {f.removeprefix(folder): s.within(prefix) for f, s in self._elsewhere.items() if f.startswith(folder)}
+        below = {
+            f.removeprefix(folder): s.within(prefix)
+            for f, s in self._elsewhere.items()
+            if f.startswith(folder)
+        }
         return RoutedStore(self._store.within(prefix), below)
 
     def _place(self, name: str) -> Store:

@@ -81,7 +81,7 @@ class DataConfig(_Section):
 class InnerConfig(_Section):
     """AdamW at a learner, scheduled over the learner's own tokens."""
 
-    learning_rate: float = Field(default=3e-3, gt=0, le=1, description="Peak rate.")
+    learning_rate: float = Field(default=4e-3, gt=0, le=1, description="Peak rate.")
     warmup_fraction: float = Field(
         default=0.05,
         ge=0,
@@ -89,13 +89,13 @@ class InnerConfig(_Section):
         description="Share of the learner's own tokens over which the rate rises to its peak.",
     )
     final_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="Share of the peak rate at which the cosine ends."
+        default=0.01, ge=0, le=1, description="Share of the peak rate at which the cosine ends."
     )
     beta1: float = Field(
         default=0.9, ge=0, lt=1, description="Decay of the first moment per inner step."
     )
     beta2: float = Field(
-        default=0.95, ge=0, lt=1, description="Decay of the second moment per inner step."
+        default=0.99, ge=0, lt=1, description="Decay of the second moment per inner step."
     )
     weight_decay: float = Field(
         default=0.1, ge=0, le=10, description="Decoupled decay, multiplied by the rate."
@@ -145,11 +145,6 @@ class SyncConfig(_Section):
         le=1,
         description="Longest wait after the quorum, as a share of the period.",
     )
-    adoption: Literal["carry", "mix"] | None = Field(
-        default=None,
-        description="At adoption, add what was learned since the copy, or mix by alpha (0 overwrites); "
-        "absent: carry under decoupled with alpha 0, else mix.",
-    )
     alpha: float = Field(
         default=0.0, ge=0, le=1, description="Share of the local value kept at adoption."
     )
@@ -174,13 +169,6 @@ class SyncConfig(_Section):
         le=2**30,
         description="Size of one stored chunk, before coding.",
     )
-
-    @property
-    def carries(self) -> bool:
-        """Whether adoption adds what was learned since the copy, rather than mixing by alpha."""
-        if self.adoption is None:
-            return self.algorithm == "decoupled" and self.alpha == 0
-        return self.adoption == "carry"
 
 
 class FaultConfig(_Section):

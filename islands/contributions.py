@@ -18,12 +18,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from islands import names
-from islands.ledger import LearnerRecord, record_from_json
+from islands.ledger import LearnerRecord
 from islands.merging import token_weight
+from islands.parsing import parse
 from islands.types import Manifest, Position, manifest_from_json
 
 # Counts up to here are exact as floats; a larger one is no count.
 LARGEST_COUNT = 2**53
+_COUNTS = ("num_tokens", "num_steps", "offered_before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +63,35 @@ class Contribution:
 
     @property
     def name(self) -> str:
-        return names.contribution(names.ContributionKey(self.fragment, self.learner, self.base_version, self.stop))
+        return names.contribution(
+            names.ContributionKey(self.fragment, self.learner, self.base_version, self.stop)
+        )
 
     @property
     def norm(self) -> float:
         """Euclidean norm of the whole delta."""
         return math.hypot(*self.norms)
 
+    @property
+    def announced_tokens(self) -> int:
+        """The tokens it says it covers; 0 where that is no count."""
+        return self.num_tokens if _is_count(self.num_tokens) else 0
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "payload": self.payload.to_json()}
 
 
 def contribution_from_json(value: Mapping[str, Any]) -> Contribution:
-    """Return the contribution that `Contribution.to_json` wrote."""
-    parsed = {
-        "start": Position(*value["start"]),
-        "stop": Position(*value["stop"]),
-        "norms": tuple(value["norms"]),
-        "payload": manifest_from_json(value["payload"]),
-        "record": record_from_json(value["record"]),
-    }
-    return Contribution(**{**value, **parsed})
+    """Return the contribution that `Contribution.to_json` wrote; counts may be any numbers, `judge` refuses those.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    counts: dict[str, Any] = {key: value.get(key) for key in _COUNTS}
+    if strange := [key for key, count in counts.items() if type(count) not in (int, float)]:
+        raise ValueError(f"{strange[0]} must be a number")
+    offer: Contribution = parse(Contribution, {**value, **dict.fromkeys(_COUNTS, 0)})
+    return replace(offer, payload=manifest_from_json(value["payload"]), **counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +113,6 @@ class Tally:
     @property
     def passed_over(self) -> int:
         return self.offered - self.merged
-
-
-def tally_from_json(value: Mapping[str, Any]) -> Tally:
-    """Return the tally that `dataclasses.asdict` wrote."""
-    refused = {reason: (counts[0], counts[1]) for reason, counts in value["refused"].items()}
-    return Tally(**{**value, "consumed_to": Position(*value["consumed_to"]), "refused": refused})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +186,16 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
     newest = lineage.incarnations.get(offer.learner, -1)
     is_fenced = offer.stop.incarnation < newest and offer.name not in lineage.listed
     is_sound = math.isfinite(offer.norm) and math.isfinite(offer.step_seconds)
-    agrees = (offer.layout, offer.codec, len(offer.norms)) == (lineage.layout, lineage.codec, lineage.num_tensors)
+    agrees = (offer.layout, offer.codec, len(offer.norms)) == (
+        lineage.layout,
+        lineage.codec,
+        lineage.num_tensors,
+    )
     broken = {
         "finished": lineage.is_finished,
         "unknown": newest < 0,
         "layout": not agrees,
-        "tokens": not _has_sound_counts(offer) or offer.start >= offer.stop,
+        "tokens": not has_sound_counts(offer) or offer.start >= offer.stop,
         "non-finite": not is_sound,
         "fenced": is_fenced,
         "future": base > head or offer.stop.incarnation > newest,
@@ -199,10 +207,16 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
     return next((reason for reason, is_broken in broken.items() if is_broken), None)
 
 
-def _has_sound_counts(offer: Contribution) -> bool:
+def has_sound_counts(offer: Contribution) -> bool:
     """Say whether the counts are whole numbers in range; a header may hold NaN, or a number no float can."""
-    lowest = ((offer.num_tokens, 1), (offer.num_steps, 1), (offer.offered_before, 0))
-    return all(isinstance(count, int) and least <= count <= LARGEST_COUNT for count, least in lowest)
+    return (
+        all(_is_count(getattr(offer, key)) for key in _COUNTS)
+        and min(offer.num_tokens, offer.num_steps) > 0
+    )
+
+
+def _is_count(value: float) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
 def consume(offer: Contribution, digest: str, head_version: int) -> Consumed:
@@ -238,7 +252,11 @@ def merge_weight(offer: Contribution, head_version: int) -> float:
 
 
 def after_merge(
-    tallies: Mapping[str, Tally], consumed: Sequence[Consumed], refused: Sequence[Verdict], *, version: int
+    tallies: Mapping[str, Tally],
+    consumed: Sequence[Consumed],
+    refused: Sequence[Verdict],
+    *,
+    version: int,
 ) -> dict[str, Tally]:
     """Return the tallies of `version`: its parent's, moved on by what it consumed and refused; ordered by name."""
     result = dict(tallies)

@@ -57,8 +57,8 @@ class LearnerState:
     """Everything a checkpoint must hold. Arrays are private copies.
 
     `values`, `first`, `second`: per fragment, parameters and AdamW moments, (elements,) float32. `tensor_steps`: the
-    optimizer's step count per fragment and tensor, 0 where it has no state yet. `copied`: per fragment, the values of
-    the open interval's newest copy. `buffers`: the model's persistent buffers by name, in their own shape and dtype.
+    optimizer's step count per fragment and tensor, 0 where it has no state yet. `buffers`: the model's persistent
+    buffers by name, in their own shape and dtype.
     """
 
     record: LearnerRecord
@@ -66,13 +66,14 @@ class LearnerState:
     first: tuple[Vector, ...]
     second: tuple[Vector, ...]
     tensor_steps: tuple[tuple[int, ...], ...]
-    copied: Mapping[int, Vector] = field(default_factory=dict)
     buffers: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are exchanged, name -> parameter; a tied weight once, under its first name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def embedding_names(model: nn.Module) -> frozenset[str]:
@@ -97,7 +98,9 @@ def flatten(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Vector:
     for spec in layout.tensors:
         values = parameters[spec.name].detach()
         if tuple(values.shape) != spec.shape:
-            raise FragmentMismatch(f"{spec.name} has shape {tuple(values.shape)}, the layout says {spec.shape}")
+            raise FragmentMismatch(
+                f"{spec.name} has shape {tuple(values.shape)}, the layout says {spec.shape}"
+            )
         vector[spec.offset : spec.stop] = values.to("cpu", torch.float32).reshape(-1).numpy()
     return vector
 
@@ -105,7 +108,9 @@ def flatten(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Vector:
 def unflatten(layout: FragmentLayout, vector: Vector, parameters: Mapping[str, Tensor]) -> None:
     """Write a fragment's vector into the parameters, in place."""
     if vector.shape != (layout.size,):
-        raise FragmentMismatch(f"fragment {layout.index} has {layout.size} elements, got shape {vector.shape}")
+        raise FragmentMismatch(
+            f"fragment {layout.index} has {layout.size} elements, got shape {vector.shape}"
+        )
     with torch.no_grad():
         for spec in layout.tensors:
             piece = torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape)
@@ -152,7 +157,6 @@ class Learner:
         self._parameters = trainable(model)
         self._anchors: list[Vector] = [np.empty(0, dtype=np.float32)] * len(self.layouts)
         self._clocks: list[FragmentClock] = []
-        self._copied: dict[int, Vector] = {}
 
     # --- beginning ---
 
@@ -160,7 +164,8 @@ class Learner:
         """Start from published versions alone: no moments, nothing trained."""
         self.position = Position(incarnation, 0)
         self._clocks = [
-            FragmentClock(base.version, base.digest, self.position, self._first_push(p)) for p, base in enumerate(bases)
+            FragmentClock(base.version, base.digest, self.position, self._first_push(p))
+            for p, base in enumerate(bases)
         ]
         for p, base in enumerate(bases):
             self._anchors[p] = base.values
@@ -173,10 +178,14 @@ class Learner:
         self.position, self.trained, self.cursor = record.position, record.trained, record.cursor
         self._clocks = list(state.record.clocks)
         self._anchors = list(anchors)
-        self._copied = dict(state.copied)
 
     def come_back(
-        self, state: LearnerState | None, last: LearnerRecord, heads: Sequence[Base], *, incarnation: int
+        self,
+        state: LearnerState | None,
+        last: LearnerRecord,
+        heads: Sequence[Base],
+        *,
+        incarnation: int,
     ) -> None:
         """Start the next incarnation from a checkpoint, the predecessors' last link and the heads.
 
@@ -197,8 +206,6 @@ class Learner:
             self._anchors[p] = head.values
             if not keeps:
                 self.adopt(p, head, alpha=0.0, next_push_steps=self._first_push(p))
-            elif state is not None and p in state.copied:
-                self._copied[p] = state.copied[p]
 
     # --- training ---
 
@@ -227,17 +234,22 @@ class Learner:
 
     def due(self) -> list[int]:
         """Return the fragments whose next push is due by the adoption beat."""
-        return [p for p, clock in enumerate(self._clocks) if clock.steps_to_push <= 0 and clock.open_tokens > 0]
+        return [
+            p
+            for p, clock in enumerate(self._clocks)
+            if clock.steps_to_push <= 0 and clock.open_tokens > 0
+        ]
 
     def copy(self, fragment: int, *, next_push_steps: int) -> Copy:
         """Return a private copy of a fragment for pushing, and enter it into the ledger."""
         clock = self._clocks[fragment]
-        self._clocks[fragment] = ledger.after_copy(clock, self.position, next_push_steps=next_push_steps)
-        local = self._copied[fragment] = flatten(self.layouts[fragment], self._parameters)
+        self._clocks[fragment] = ledger.after_copy(
+            clock, self.position, next_push_steps=next_push_steps
+        )
         return Copy(
             fragment=fragment,
             anchor=self._anchors[fragment],
-            local=local,
+            local=flatten(self.layouts[fragment], self._parameters),
             base_version=clock.base_version,
             base_digest=clock.base_digest,
             start=clock.start,
@@ -247,29 +259,13 @@ class Learner:
             offered_before=clock.offered,
         )
 
-    def adopt(
-        self, fragment: int, base: Base, *, alpha: float, next_push_steps: int, carries: bool = False
-    ) -> None:
-        """Take over a published version. Moments and learning rate stay.
-
-        Args:
-            fragment: which.
-            base: the version.
-            alpha: share of the local value kept: (1 - alpha) published + alpha local.
-            next_push_steps: steps until the fragment is due again.
-            carries: add to the published values what was learned since the newest copy, instead of mixing. The copy
-                itself is merged, or will be, on its own; so no work is lost to the time an exchange takes, and none
-                counts twice. `alpha` must be 0.
-        """
+    def adopt(self, fragment: int, base: Base, *, alpha: float, next_push_steps: int) -> None:
+        """Take over a published version: (1 - alpha) published + alpha local. Moments and learning rate stay."""
         layout = self.layouts[fragment]
-        copied = self._copied.pop(fragment, None)
         values = base.values
-        if carries or alpha > 0:
+        if alpha > 0:
             local = flatten(layout, self._parameters)
-            if carries:
-                values = base.values + (local - (self._anchors[fragment] if copied is None else copied))
-            else:
-                values = np.float32(1 - alpha) * base.values + np.float32(alpha) * local
+            values = np.float32(1 - alpha) * base.values + np.float32(alpha) * local
         unflatten(layout, values, self._parameters)
         self._anchors[fragment] = base.values
         self._clocks[fragment] = ledger.after_adoption(
@@ -277,7 +273,7 @@ class Learner:
             self.position,
             version=base.version,
             digest=base.digest,
-            keeps_local=carries or alpha > 0,
+            keeps_local=alpha > 0,
             next_push_steps=next_push_steps,
         )
 
@@ -289,7 +285,9 @@ class Learner:
 
     def record(self, previous: str) -> LearnerRecord:
         """Return the account as it stands, as the link after `previous`."""
-        return LearnerRecord(self.name, self.position, self.trained, self.cursor, tuple(self._clocks), previous)
+        return LearnerRecord(
+            self.name, self.position, self.trained, self.cursor, tuple(self._clocks), previous
+        )
 
     def state(self, previous: str) -> LearnerState:
         """Return private copies of everything needed to go on from here."""
@@ -300,14 +298,16 @@ class Learner:
             second.append(moments[1])
             steps.append(moments[2])
         values = tuple(flatten(layout, self._parameters) for layout in self.layouts)
-        buffers = {name: value.to("cpu").numpy().copy() for name, value in persistent_buffers(self.model).items()}
+        buffers = {
+            name: value.to("cpu").numpy().copy()
+            for name, value in persistent_buffers(self.model).items()
+        }
         return LearnerState(
             record=self.record(previous),
             values=values,
             first=tuple(first),
             second=tuple(second),
             tensor_steps=tuple(steps),
-            copied=dict(self._copied),
             buffers=buffers,
         )
 
@@ -316,7 +316,9 @@ class Learner:
         return flatten(self.layouts[fragment], self._parameters)
 
     def _first_push(self, fragment: int) -> int:
-        return first_push_steps(fragment, period_steps=self.period_steps, num_fragments=len(self.layouts))
+        return first_push_steps(
+            fragment, period_steps=self.period_steps, num_fragments=len(self.layouts)
+        )
 
     def _moments(self, layout: FragmentLayout) -> tuple[Vector, Vector, tuple[int, ...]]:
         first, second = np.zeros(layout.size, np.float32), np.zeros(layout.size, np.float32)
@@ -343,12 +345,21 @@ class Learner:
                     continue
                 # The fused kernels run over raw memory: moments must lie in it as the parameter does, and the step
                 # count on its device.
-                first, second = torch.empty_like(parameter.detach()), torch.empty_like(parameter.detach())
+                first, second = (
+                    torch.empty_like(parameter.detach()),
+                    torch.empty_like(parameter.detach()),
+                )
                 for moment, vector in ((first, state.first[p]), (second, state.second[p])):
-                    moment.copy_(torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape))
+                    moment.copy_(
+                        torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape)
+                    )
                 device = parameter.device if self.optimizer.defaults.get("fused") else "cpu"
                 step = torch.tensor(float(num_steps), dtype=torch.float32, device=device)
-                self.optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+                self.optimizer.state[parameter] = {
+                    "step": step,
+                    "exp_avg": first,
+                    "exp_avg_sq": second,
+                }
 
 
 def adamw(
@@ -363,5 +374,8 @@ def adamw(
     # Over a weight that is a slice of a larger tensor the fused kernel silently computes nonsense (torch 2.13, CPU).
     is_plain = all(parameter.is_contiguous() for parameter in parameters)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, fused=is_plain
+        [group for group in groups if group["params"]],
+        lr=learning_rate,
+        betas=betas,
+        fused=is_plain,
     )

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from islands.parsing import parse
 from islands.types import Position
 
 # What only grows, from zero.
@@ -86,25 +87,13 @@ class LearnerRecord:
 
 
 def record_from_json(value: Mapping[str, Any]) -> LearnerRecord:
-    """Return the record that `LearnerRecord.to_json` wrote."""
-    return LearnerRecord(
-        learner=value["learner"],
-        position=Position(*value["position"]),
-        trained=value["trained"],
-        cursor=value["cursor"],
-        clocks=tuple(clock_from_json(row) for row in value["clocks"]),
-        previous=value["previous"],
-    )
+    """Return the record that `LearnerRecord.to_json` wrote.
 
-
-def clock_from_json(value: Mapping[str, Any]) -> FragmentClock:
-    """Return the clock that `dataclasses.asdict` wrote."""
-    copied_at = value["copied_at"]
-    positions = {
-        "start": Position(*value["start"]),
-        "copied_at": None if copied_at is None else Position(*copied_at),
-    }
-    return FragmentClock(**{**value, **positions})
+    Raises:
+        ValueError: it holds something else.
+    """
+    record: LearnerRecord = parse(LearnerRecord, value)
+    return record
 
 
 def after_step(clock: FragmentClock, num_tokens: int) -> FragmentClock:
@@ -129,7 +118,13 @@ def after_copy(clock: FragmentClock, position: Position, *, next_push_steps: int
 
 
 def after_adoption(
-    clock: FragmentClock, position: Position, *, version: int, digest: str, keeps_local: bool, next_push_steps: int
+    clock: FragmentClock,
+    position: Position,
+    *,
+    version: int,
+    digest: str,
+    keeps_local: bool,
+    next_push_steps: int,
 ) -> FragmentClock:
     """Return the clock after a newer version was adopted.
 
@@ -147,8 +142,12 @@ def after_adoption(
         steps_to_push=next_push_steps,
     )
     if keeps_local:
-        return replace(based, start=clock.copied_at or clock.start, open_tokens=uncopied, open_steps=steps)
-    return replace(based, start=position, open_tokens=0, open_steps=0, overwritten=clock.overwritten + uncopied)
+        return replace(
+            based, start=clock.copied_at or clock.start, open_tokens=uncopied, open_steps=steps
+        )
+    return replace(
+        based, start=position, open_tokens=0, open_steps=0, overwritten=clock.overwritten + uncopied
+    )
 
 
 def after_replacement(clock: FragmentClock, num_tokens: int) -> FragmentClock:
@@ -169,7 +168,9 @@ def can_keep_progress(saved: FragmentClock, last: FragmentClock, head_version: i
     )
 
 
-def after_return(saved: FragmentClock, last: FragmentClock, position: Position, *, keeps: bool) -> FragmentClock:
+def after_return(
+    saved: FragmentClock, last: FragmentClock, position: Position, *, keeps: bool
+) -> FragmentClock:
     """Return the clock of a learner's next incarnation.
 
     Args:
@@ -211,7 +212,9 @@ def check_link(record: LearnerRecord, earlier: LearnerRecord | None) -> str | No
         if negative := [field for field in TOTALS if getattr(clock, field) < 0]:
             return f"fragment {p}: {negative[0]} is {getattr(clock, negative[0])}"
         if clock.trained != record.trained:
-            return f"fragment {p}: {clock.trained} tokens have a fate, {record.trained} were trained"
+            return (
+                f"fragment {p}: {clock.trained} tokens have a fate, {record.trained} were trained"
+            )
         if not 0 <= clock.copied_tokens <= clock.open_tokens:
             return f"fragment {p}: a copy of {clock.copied_tokens} tokens in an interval of {clock.open_tokens}"
     if earlier is None:

@@ -20,6 +20,8 @@ Vector = npt.NDArray[np.float32]
 BLOCK = 2**15
 # A direction shorter than this is rounding noise: unit vectors that cancel say nothing about where to go.
 DEGENERATE_NORM = 1e-12
+# Of any float32 vector but zero. A share over less than that may be infinite, and infinity times zero is NaN.
+SMALLEST_NORM = 2.0**-149
 
 
 def token_weight(num_tokens: int, num_steps: int) -> float:
@@ -30,8 +32,14 @@ def token_weight(num_tokens: int, num_steps: int) -> float:
 
     Source: Decoupled DiLoCo, arXiv:2604.21428, algorithm 2 line 9, as retold by its readers.
     """
-    if not (math.isfinite(num_tokens) and math.isfinite(num_steps)) or min(num_tokens, num_steps) < 0:
-        raise Refused("tokens", f"counts must be finite and >= 0, got {num_tokens} tokens in {num_steps} steps")
+    if (
+        not (math.isfinite(num_tokens) and math.isfinite(num_steps))
+        or min(num_tokens, num_steps) < 0
+    ):
+        raise Refused(
+            "tokens",
+            f"counts must be finite and >= 0, got {num_tokens} tokens in {num_steps} steps",
+        )
     return num_tokens * (num_tokens / num_steps) if num_steps else 0.0
 
 
@@ -97,7 +105,9 @@ def radial_directional_mean(deltas: Sequence[Vector], weights: Sequence[float]) 
 def sum_of_squares(values: Vector) -> float:
     """Return the sum of squares in float64. numpy's pairwise sum: the same bits on every machine, unlike BLAS."""
     flat = values.ravel()
-    blocks = (np.square(flat[first:last], dtype=np.float64) for first, last in spans(flat.size, BLOCK))
+    blocks = (
+        np.square(flat[first:last], dtype=np.float64) for first, last in spans(flat.size, BLOCK)
+    )
     return math.fsum(float(np.add.reduce(block)) for block in blocks)
 
 
@@ -115,7 +125,10 @@ def nesterov_step(
     """
     rate, factor = np.float32(learning_rate), np.float32(momentum_factor)
     new_momentum = factor * momentum + delta
-    return params - rate * (delta + factor * new_momentum), new_momentum
+    new_params: Vector = np.subtract(
+        params, rate * (delta + factor * new_momentum), dtype=np.float32
+    )
+    return new_params, new_momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +166,13 @@ def fold(
     """
     portions = shares(weights)
     if any(len(row) != len(layout.tensors) for row in norms) or len(norms) != len(portions):
-        raise FragmentMismatch(f"expected {len(layout.tensors)} norms of each of {len(portions)} learners")
-    scales = [_direction_scales(layout, portion, row) for portion, row in zip(portions, norms, strict=True)]
+        raise FragmentMismatch(
+            f"expected {len(layout.tensors)} norms of each of {len(portions)} learners"
+        )
+    scales = [
+        _direction_scales(layout, portion, row)
+        for portion, row in zip(portions, norms, strict=True)
+    ]
     delta, lengths, squares = _accumulate(layout, read, scales, chunk_elements)
     degenerate = set()
     for t, spec in enumerate(layout.tensors):
@@ -180,14 +198,16 @@ def spans(size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
         yield start, min(size, start + chunk_elements)
 
 
-def _direction_scales(layout: FragmentLayout, portion: float, norms: Sequence[float]) -> list[float]:
+def _direction_scales(
+    layout: FragmentLayout, portion: float, norms: Sequence[float]
+) -> list[float]:
     """Return the factor of each tensor of one learner: its share, over its norm where direction is averaged."""
     scales = []
     for spec, norm in zip(layout.tensors, norms, strict=True):
         if spec.merge == "mean":
             scales.append(portion)
         else:
-            scales.append(portion / norm if norm > 0 else 0.0)
+            scales.append(portion / norm if norm >= SMALLEST_NORM else 0.0)
     return scales
 
 

@@ -155,9 +155,13 @@ def generate(
     return bytes(text[start:])
 
 
-def _matrix(rows: int, columns: int, generator: torch.Generator, *, gain: float = 1.0) -> nn.Parameter:
+def _matrix(
+    rows: int, columns: int, generator: torch.Generator, *, gain: float = 1.0
+) -> nn.Parameter:
     """Return a normal (rows, columns) weight that keeps the size of what it is applied to, times `gain`."""
-    return nn.Parameter(torch.empty(rows, columns).normal_(0.0, gain / math.sqrt(columns), generator=generator))
+    return nn.Parameter(
+        torch.empty(rows, columns).normal_(0.0, gain / math.sqrt(columns), generator=generator)
+    )
 
 
 def _norm(stream: Tensor, gain: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ right, because order is always taken from the parsed value.
     checkpoints/<learner>/<incarnation>-<step>.json     commit of a checkpoint
     synchronizers/<n>.json                              who merges since when
     advisories/f0003/<version>-<n>.json                 a round that could commit nothing, and why
-    changes/<n>.json, stops/<n>.json, finished.json     later settings, requested stops, the end
+    changes/<n>.json, finished.json                     later settings; the end, with an inventory
     driver/<n>.json                                     the local driver's clock and queue
     payloads/<name of the header>/<attempt>/            zarr groups
 """
@@ -25,10 +25,11 @@ from islands.types import Position
 
 RUN = "run.json"
 FINISHED = "finished.json"
-_CONTRIBUTION = re.compile(r"inbox/f(\d+)/([^/]+)/(\d+)-(\d+)-(\d+)\.json")
-_VERSION = re.compile(r"versions/f(\d+)/v(\d+)\.json")
-_CHECKPOINT = re.compile(r"checkpoints/([^/]+)/(\d+)-(\d+)\.json")
-_NUMBERED = re.compile(r"(?:.*/)?(\d+)\.json")
+_CONTRIBUTION = re.compile(r"inbox/f([0-9]+)/([^/]+)/([0-9]+)-([0-9]+)-([0-9]+)\.json")
+_VERSION = re.compile(r"versions/f([0-9]+)/v([0-9]+)\.json")
+_CHECKPOINT = re.compile(r"checkpoints/([^/]+)/([0-9]+)-([0-9]+)\.json")
+_ADVISORY = re.compile(r"advisories/f([0-9]+)/([0-9]+)-([0-9]+)\.json")
+_NUMBERED = re.compile(r"(?:.*/)?([0-9]+)\.json")
 # How many parts the names of headers with a payload have, by their first one.
 _HEADER_PARTS = {"run": 1, "driver": 2, "versions": 3, "checkpoints": 3, "inbox": 4}
 
@@ -95,13 +96,19 @@ def snapshot(number: int) -> str:
 
 
 def numbered(folder: str, number: int) -> str:
-    """Return the name of the `number`-th object of a folder that counts: synchronizers, stops, changes, driver."""
+    """Return the name of the `number`-th object of a folder that counts: synchronizers, changes, driver."""
     return f"{folder}/{number}.json"
 
 
 def advisory(fragment: int, version: int, number: int) -> str:
     """Return the name of the note on a round that could commit nothing."""
     return f"advisories/f{fragment:04d}/{version}-{number}.json"
+
+
+def parse_advisory(name: str) -> tuple[int, int, int] | None:
+    """Return (fragment, version, number), or None if it is no advisory's name."""
+    match = _ADVISORY.fullmatch(name)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def number_of(name: str) -> int | None:

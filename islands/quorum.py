@@ -89,7 +89,8 @@ def decide(round: Round, *, now: float) -> Wait | Merge:
     ready_at = max(quorum_at, paced_at)
     closes_at = ready_at + round.grace_seconds
     is_awaited = any(
-        expectation.learner not in stamps and (expectation.arrives_at is None or expectation.arrives_at <= closes_at)
+        expectation.learner not in stamps
+        and (expectation.arrives_at is None or expectation.arrives_at <= closes_at)
         for expectation in round.expected
     )
     merges_at = closes_at if is_awaited else ready_at

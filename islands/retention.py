@@ -2,18 +2,21 @@
 
 Knows names and positions; must not know a store. Nothing is deleted unless a rule names it:
 
-    contribution   consumed at least two versions behind the head, or too old to ever count
+    contribution   consumed at least two versions behind the head, or too old to ever count; but a learner's newest of a
+                   fragment stays until a checkpoint follows it: from its account the learner's return begins
     attempts       beside a commit; or of a learner, older than its newer committed push of that fragment
     version        the bytes of one behind head - 1 that no kept snapshot and no newest checkpoint names (commits stay)
     snapshot       beyond the newest three and the best of each suite
     checkpoint     older than its learner's newest two; its bytes also where the header is gone or never came
     advisory       on a version at least two behind the head
     driver         older than the newest
+
+A name that no rule knows is nobody's, and stays; so does one that names a fragment the run does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from islands import names
@@ -21,6 +24,7 @@ from islands.types import Position
 
 KEPT_SNAPSHOTS = 3
 KEPT_CHECKPOINTS = 2
+NEVER = Position(-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +53,32 @@ def collectable(all_names: Iterable[str], facts: Facts) -> list[str]:
     present = list(all_names)
     headers = {name for name in present if not name.startswith("payloads/")}
     newest = _newest_pushes(present)
+    last_saved = dict(_positions(rows[0] for rows in newest_checkpoints(present).values()))
     oldest_kept = _oldest_kept_checkpoints(present)
-    newest_driver = max((names.number_of(n) or 0 for n in present if n.startswith("driver/")), default=0)
+    newest_driver = max(
+        (names.number_of(n) or 0 for n in present if n.startswith("driver/")), default=0
+    )
 
     def is_dead(header: str) -> bool:
         if (contribution := names.parse_contribution(header)) is not None:
-            return is_settled(contribution, facts)
+            is_last = contribution.stop >= newest.get(
+                (contribution.fragment, contribution.learner), contribution.stop
+            )
+            is_link = (
+                header in headers
+                and is_last
+                and contribution.stop > last_saved.get(contribution.learner, NEVER)
+            )
+            return is_settled(contribution, facts) and not is_link
         if (saved := names.parse_checkpoint(header)) is not None:
-            return saved[1] < oldest_kept.get(saved[0], Position(-1, 0))
+            return saved[1] < oldest_kept.get(saved[0], NEVER)
         number = names.number_of(header)
         if header.startswith("snapshots/"):
             return number is not None and number not in facts.kept_snapshots
         if header.startswith("driver/"):
             return number is not None and number < newest_driver
-        if header.startswith("advisories/"):
-            folder, _, last = header.rpartition("/")
-            return int(last.split("-")[0]) <= facts.heads[int(folder[-4:])] - 2
+        if (advised := names.parse_advisory(header)) is not None:
+            return advised[0] < len(facts.heads) and advised[1] <= facts.heads[advised[0]] - 2
         return False
 
     def is_dead_payload(name: str) -> bool:
@@ -74,21 +88,33 @@ def collectable(all_names: Iterable[str], facts: Facts) -> list[str]:
         header, folder = found
         if is_dead(header):
             return True
-        if (version := names.parse_version(header)) is not None and version[1] <= facts.heads[version[0]]:
+        version = names.parse_version(header)
+        if (
+            version is not None
+            and version[0] < len(facts.heads)
+            and version[1] <= facts.heads[version[0]]
+        ):
             return version not in facts.kept_versions or facts.folders.get(header, folder) != folder
         if header in headers:
             return facts.folders.get(header, folder) != folder
         key = names.parse_contribution(header)
-        return key is not None and key.stop < newest.get((key.fragment, key.learner), Position(-1, 0))
+        return key is not None and key.stop < newest.get((key.fragment, key.learner), NEVER)
 
     doomed = [name for name in present if name in headers and is_dead(name)]
-    return doomed + [name for name in present if name.startswith("payloads/") and is_dead_payload(name)]
+    return doomed + [
+        name for name in present if name.startswith("payloads/") and is_dead_payload(name)
+    ]
 
 
 def is_settled(key: names.ContributionKey, facts: Facts) -> bool:
-    """Say whether a contribution can be forgotten."""
-    consumed_to = facts.settled[key.fragment].get(key.learner, Position(-1, 0))
-    return key.stop <= consumed_to or key.base_version + facts.max_staleness + 2 < facts.heads[key.fragment]
+    """Say whether a contribution's fate is decided for good."""
+    if key.fragment >= len(facts.heads):
+        return False
+    consumed_to = facts.settled[key.fragment].get(key.learner, NEVER)
+    return (
+        key.stop <= consumed_to
+        or key.base_version + facts.max_staleness + 2 < facts.heads[key.fragment]
+    )
 
 
 def kept_snapshots(numbers: Iterable[int], best: Iterable[int]) -> frozenset[int]:
@@ -102,14 +128,24 @@ def newest_checkpoints(all_names: Iterable[str]) -> dict[str, list[str]]:
     for name in all_names:
         if (parsed := names.parse_checkpoint(name)) is not None:
             found.setdefault(parsed[0], []).append((parsed[1], name))
-    return {learner: [name for _, name in sorted(rows, reverse=True)] for learner, rows in found.items()}
+    return {
+        learner: [name for _, name in sorted(rows, reverse=True)] for learner, rows in found.items()
+    }
 
 
 def _oldest_kept_checkpoints(present: Iterable[str]) -> dict[str, Position]:
     """Return learner -> position before which a checkpoint is dead: even one whose header is gone or never came."""
     found = newest_checkpoints(present)
-    kept = [rows[KEPT_CHECKPOINTS - 1] for rows in found.values() if len(rows) >= KEPT_CHECKPOINTS]
-    return dict(parsed for name in kept if (parsed := names.parse_checkpoint(name)) is not None)
+    return dict(
+        _positions(
+            rows[KEPT_CHECKPOINTS - 1] for rows in found.values() if len(rows) >= KEPT_CHECKPOINTS
+        )
+    )
+
+
+def _positions(checkpoints: Iterable[str]) -> Iterator[tuple[str, Position]]:
+    """Yield (learner, position) of each."""
+    return (parsed for name in checkpoints if (parsed := names.parse_checkpoint(name)) is not None)
 
 
 def _newest_pushes(present: Iterable[str]) -> dict[tuple[int, str], Position]:

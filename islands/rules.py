@@ -46,11 +46,6 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
             f"sync.period_steps must be >= sync.num_fragments ({sync.num_fragments}), got {sync.period_steps}; "
             "lengthen the period or use fewer fragments"
         )
-    if sync.adoption == "carry" and (sync.alpha > 0 or sync.algorithm != "decoupled"):
-        yield (
-            f'sync.adoption must be "mix" where sync.alpha is above 0 or sync.algorithm is not decoupled '
-            f'({sync.alpha:g}, {sync.algorithm}), got "carry"; remove it'
-        )
     yield from _broken_streaming_rules(sync, num_islands=len(names))
 
 

@@ -20,11 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from islands.parsing import parse
+
 FORMAT_VERSION = 1
 # Lower case only: two ids that differ by case alone are one folder on some disks. Both ends alphanumeric keeps out
 # hidden files and options.
 PLAIN_NAME_PATTERN = r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?"
 PLAIN_NAME = re.compile(PLAIN_NAME_PATTERN)
+_STORED_DTYPE = re.compile(r"(u?int|float)(8|16|32|64)")
 
 
 class IslandsError(Exception):
@@ -156,9 +159,14 @@ class Manifest:
 
 
 def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that `Manifest.to_json` wrote."""
-    return Manifest(
-        folder=value["folder"],
-        arrays=tuple(StoredArray(*row) for row in value["arrays"]),
-        objects=tuple(StoredObject(*row) for row in value["objects"]),
-    )
+    """Return the manifest that `Manifest.to_json` wrote.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    manifest: Manifest = parse(Manifest, value)
+    if strange := [
+        array.dtype for array in manifest.arrays if not _STORED_DTYPE.fullmatch(array.dtype)
+    ]:
+        raise ValueError(f"an array's dtype must be a plain number's, got {strange[0]!r}")
+    return manifest

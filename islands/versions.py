@@ -6,11 +6,12 @@ Knows records; must not know arrays or a store.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from islands.contributions import Consumed, Tally, Verdict, tally_from_json
-from islands.types import FragmentLayout, Manifest, Position, TensorSpec, manifest_from_json
+from islands.contributions import Consumed, Tally, Verdict
+from islands.parsing import parse
+from islands.types import FragmentLayout, Manifest, TensorSpec, manifest_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,13 @@ class Commit:
 
 
 def commit_from_json(value: Mapping[str, Any]) -> Commit:
-    """Return the commit that `Commit.to_json` wrote."""
-    consumed = (
-        Consumed(**{**row, "start": Position(*row["start"]), "stop": Position(*row["stop"])}) for row in value["consumed"]
-    )
-    parsed = {
-        "consumed": tuple(consumed),
-        "refused": tuple(Verdict(**row) for row in value["refused"]),
-        "tallies": {name: tally_from_json(row) for name, row in value["tallies"].items()},
-        "payload": manifest_from_json(value["payload"]),
-    }
-    return Commit(**{**value, **parsed})
+    """Return the commit that `Commit.to_json` wrote.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    commit: Commit = parse(Commit, value)
+    return replace(commit, payload=manifest_from_json(value["payload"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +79,34 @@ class Snapshot:
 
 
 def snapshot_from_json(value: Mapping[str, Any]) -> Snapshot:
-    """Return the snapshot that `Snapshot.to_json` wrote."""
-    return Snapshot(**{**value, "versions": tuple(value["versions"]), "digests": tuple(value["digests"])})
+    """Return the snapshot that `Snapshot.to_json` wrote.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    snapshot: Snapshot = parse(Snapshot, value)
+    if len(snapshot.versions) != len(snapshot.digests):
+        raise ValueError(
+            f"names {len(snapshot.versions)} versions by {len(snapshot.digests)} digests"
+        )
+    return snapshot
 
 
 def layouts_to_json(layouts: tuple[FragmentLayout, ...]) -> list[list[list[Any]]]:
     """Return the layouts as plain JSON values."""
-    return [[[t.name, list(t.shape), t.offset, t.merge] for t in layout.tensors] for layout in layouts]
+    return [
+        [[t.name, list(t.shape), t.offset, t.merge] for t in layout.tensors] for layout in layouts
+    ]
 
 
 def layouts_from_json(value: list[list[list[Any]]]) -> tuple[FragmentLayout, ...]:
     """Return the layouts that `layouts_to_json` wrote."""
     return tuple(
-        FragmentLayout(p, tuple(TensorSpec(name, tuple(shape), offset, merge) for name, shape, offset, merge in rows))
+        FragmentLayout(
+            p,
+            tuple(
+                TensorSpec(name, tuple(shape), offset, merge) for name, shape, offset, merge in rows
+            ),
+        )
         for p, rows in enumerate(value)
     )

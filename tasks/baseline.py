@@ -49,7 +49,9 @@ def train_data_parallel(
             )
             for island in config.islands
         ]
-        learner.step(np.concatenate(batches), num_tokens=num_samples * context, num_samples=num_samples)
+        learner.step(
+            np.concatenate(batches), num_tokens=num_samples * context, num_samples=num_samples
+        )
         step += 1
         watch(learner.trained)
     return bits_per_byte(model, split.held_out, context=context, max_bytes=config.data.eval_bytes)

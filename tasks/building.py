@@ -49,7 +49,9 @@ def build_learner(run: Run, name: str) -> Learner:
     """Return an island's learner with the run's initial model; it has not begun."""
     device = run.island(name).device
     model = build_model(model_shape(run.config), run.config.seed).to(device)
-    return assemble(run.config, name, model, run.layouts, total_tokens=run.own_tokens(name), device=device)
+    return assemble(
+        run.config, name, model, run.layouts, total_tokens=run.own_tokens(name), device=device
+    )
 
 
 def assemble(

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from islands.config import IslandConfig
-from islands.learner import Copy, Learner
-from tasks.exchanging import Exchange
+
+if TYPE_CHECKING:  # both need torch
+    from islands.learner import Copy, Learner
+    from tasks.exchanging import Exchange
 
 
 class Kind(IntEnum):

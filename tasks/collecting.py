@@ -6,15 +6,24 @@ must be there from then on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from islands import names
 from islands.contributions import Tally, Verdict
 from islands.ledger import record_from_json
-from islands.retention import KEPT_CHECKPOINTS, Facts, collectable, kept_snapshots, newest_checkpoints
-from islands.types import DamagedObject
+from islands.parsing import parse
+from islands.retention import (
+    KEPT_CHECKPOINTS,
+    Facts,
+    collectable,
+    kept_snapshots,
+    newest_checkpoints,
+)
+from islands.types import DamagedObject, manifest_from_json
 from tasks import records
+from tasks.clockwork import Kind
 from tasks.runs import Run
 
 SUITE = "held-out"
@@ -33,26 +42,45 @@ def collect(run: Run) -> int:
 
 def live_names(run: Run) -> list[str]:
     """Return every name but the commits of versions, which are never deleted: their number grows with the run."""
-    folders = ("inbox", "snapshots", "checkpoints", "advisories", "driver", "payloads", "evaluations")
+    folders = (
+        "inbox",
+        "snapshots",
+        "checkpoints",
+        "advisories",
+        "driver",
+        "payloads",
+        "evaluations",
+    )
     return [names.RUN, *(name for folder in folders for name in run.store.list_names(f"{folder}/"))]
 
 
 def retention_facts(run: Run, present: list[str]) -> Facts:
     """Return what the retention rules depend on, read from the store."""
-    heads = [records.find_head(run.store, layout.index, _known_version(present, layout.index))[0] for layout in run.layouts]
+    heads = [
+        records.find_head(run.store, layout.index, _known_version(present, layout.index))[0]
+        for layout in run.layouts
+    ]
+    numbered = [number for name in present if (number := names.number_of(name)) is not None]
     snapshots = kept_snapshots(
-        [names.number_of(name) or 0 for name in present if name.startswith("snapshots/")], best_snapshots(run)
+        [n for n in numbered if names.snapshot(n) in present], best_snapshots(run)
     )
-    wanted = {(head.fragment, version) for head in heads for version in (head.version, head.version - 1)}
+    wanted = {
+        (head.fragment, version) for head in heads for version in (head.version, head.version - 1)
+    }
     for number in snapshots:
         if (found := records.read(run.store, names.snapshot(number))) is not None:
             wanted |= set(enumerate(found[0]["versions"]))
     for rows in newest_checkpoints(present).values():
         for name in rows[:KEPT_CHECKPOINTS]:
             wanted |= _bases(run, name)
+    wanted |= _under_way(run, present)
     settled = []
     for head in heads:
-        found_earlier = records.read_commit(run.store, head.fragment, head.version - 2) if head.version >= 2 else None
+        found_earlier = (
+            records.read_commit(run.store, head.fragment, head.version - 2)
+            if head.version >= 2
+            else None
+        )
         tallies: dict[str, Tally] = {} if found_earlier is None else dict(found_earlier[0].tallies)
         settled.append({learner: tally.consumed_to for learner, tally in tallies.items()})
     return Facts(
@@ -71,10 +99,11 @@ def best_snapshots(run: Run) -> set[int]:
     for name in run.store.list_names("evaluations/"):
         try:
             found = records.read(run.store, name)
+            score = None if found is None else records.parsed(name, _score_of, found[0])
         except DamagedObject:
             continue
-        if found is not None:
-            suite, score = name.split("/")[1], (found[0]["bits_per_byte"], found[0]["snapshot"])
+        if score is not None:
+            suite = name.split("/")[1]
             best[suite] = min(score, best.get(suite, score))
     return {number for _, number in best.values()}
 
@@ -90,15 +119,36 @@ def finish(run: Run, verdicts: list[Verdict]) -> str:
     inventory = {}
     for name in run.store.list_names(""):
         if not name.startswith("payloads/") and name != names.FINISHED:
-            inventory[name] = records.require(run.store, name)[1]
-    body: dict[str, Any] = {"verdicts": [asdict(verdict) for verdict in verdicts], "inventory": inventory}
+            inventory[name] = _digest(run, name)
+    body: dict[str, Any] = {
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "inventory": inventory,
+    }
     return records.write(run.store, names.FINISHED, body)
+
+
+def _score_of(body: Mapping[str, Any]) -> tuple[float, int]:
+    score: tuple[float, int] = parse(tuple[float, int], [body["bits_per_byte"], body["snapshot"]])
+    return score
+
+
+def _digest(run: Run, name: str) -> str:
+    """Return a record's digest; "" for what is none: it was refused as damaged, or belongs to nobody."""
+    try:
+        return records.require(run.store, name)[1]
+    except DamagedObject:
+        return ""
 
 
 def _known_version(present: list[str], fragment: int) -> int:
     """Return a version that exists for sure, so that the head is found without reading the whole history."""
     prefix = f"payloads/versions/f{fragment:04d}/"
-    numbers = [int(name.removeprefix(prefix)[1:9]) for name in present if name.startswith(prefix)]
+    headers = {
+        found[0]
+        for name in present
+        if name.startswith(prefix) and (found := names.header_of_payload(name))
+    }
+    numbers = [version[1] for version in map(names.parse_version, headers) if version is not None]
     # The newest payload may belong to an attempt that was never committed; the oldest kept one is of a version.
     return min(numbers, default=0)
 
@@ -106,12 +156,34 @@ def _known_version(present: list[str], fragment: int) -> int:
 def _bases(run: Run, checkpoint: str) -> set[tuple[int, int]]:
     try:
         found = records.read(run.store, checkpoint)
+        if found is None:
+            return set()
+        record = records.parsed(checkpoint, lambda body: record_from_json(body["record"]), found[0])
     except DamagedObject:
         return set()
-    if found is None:
-        return set()
-    record = records.parsed(checkpoint, record_from_json, found[0]["record"])
     return {(p, clock.base_version) for p, clock in enumerate(record.clocks)}
+
+
+def _under_way(run: Run, present: list[str]) -> set[tuple[int, int]]:
+    """Return the versions that the local driver's islands are still fetching, or hold and have not adopted."""
+    saved = [
+        n
+        for name in present
+        if name.startswith("driver/") and (n := names.number_of(name)) is not None
+    ]
+    if not saved:
+        return set()
+    name = names.numbered("driver", max(saved))
+    body, _ = records.require(run.store, name)
+    versions: set[tuple[int, int]] = records.parsed(name, _fetched, body)
+    return versions
+
+
+def _fetched(body: Mapping[str, Any]) -> set[tuple[int, int]]:
+    arriving = {
+        tuple(numbers) for _, kind, _, _, numbers in body["events"] if kind == Kind.VERSION_ARRIVES
+    }
+    return arriving | {tuple(pair) for seat in body["seats"].values() for pair in seat["arrived"]}
 
 
 def _committed_folders(run: Run, present: list[str]) -> dict[str, str]:
@@ -122,7 +194,18 @@ def _committed_folders(run: Run, present: list[str]) -> dict[str, str]:
             attempts.setdefault(found[0], set()).add(found[1])
     folders = {}
     for header, some in attempts.items():
-        if len(some) > 1 and (body := records.read(run.store, header)) is not None:
-            payload = records.payload_of(header, body[0])
-            folders[header] = "" if payload is None else payload["folder"]
+        if len(some) > 1 and (committed := _committed_folder(run, header)) is not None:
+            folders[header] = committed
     return folders
+
+
+def _committed_folder(run: Run, header: str) -> str | None:
+    """Return the folder a header names; None where there is no header, or one that names none: then nothing goes."""
+    try:
+        found = records.read(run.store, header)
+        payload = None if found is None else records.payload_of(header, found[0])
+        return (
+            None if payload is None else records.parsed(header, manifest_from_json, payload).folder
+        )
+    except DamagedObject:
+        return None

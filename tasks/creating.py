@@ -1,4 +1,4 @@
-"""Creating a run: text split and stored, version 0 of every fragment published, `run.json` last.
+"""Creating a run: text split and stored, `run.json`, then version 0 of every fragment.
 
 Everything that can be wrong with the configuration is found before anything is written.
 """
@@ -44,7 +44,9 @@ class Prepared:
     model: torch.nn.Module
 
 
-def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None = None) -> Prepared:
+def prepare_run(
+    config: RunConfig, run_id: str, *, model: torch.nn.Module | None = None
+) -> Prepared:
     """Return the run as it would be created; writes nothing.
 
     `model` replaces the configured one (its parameters are version 0).
@@ -64,7 +66,9 @@ def prepare_run(config: RunConfig, run_id: str, *, model: torch.nn.Module | None
     split = split_text(config)
     for island in config.islands:
         size = split.shards[island.name].size
-        require_enough(island.name, size, batch_size=island.batch_size, context=config.model.context)
+        require_enough(
+            island.name, size, batch_size=island.batch_size, context=config.model.context
+        )
     built = build_model(model_shape(config), config.seed) if model is None else model
     layouts = lay_out_model(built, config)
     return Prepared(config, run_id, store, split, layouts, built)
@@ -118,7 +122,9 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
     try:
         records.write(store, names.RUN, body)
     except VersionTaken as exc:
-        raise ConfigError(f"a run id must be new, got {prepared.run_id!r}, taken just now; choose another name") from exc
+        raise ConfigError(
+            f"a run id must be new, got {prepared.run_id!r}, taken just now; choose another name"
+        ) from exc
     run = open_run(config.store, prepared.run_id)
     _publish_missing(run, prepared.model, new_attempt)
     return run
@@ -128,7 +134,9 @@ def complete_run(run: Run) -> None:
     """Publish version 0 of each fragment that lacks it: the run's creation was interrupted."""
     if all(records.read(run.store, names.version(layout.index, 0)) for layout in run.layouts):
         return
-    _publish_missing(run, build_model(model_shape(run.config), run.config.seed), _counted_attempts(run.store))
+    _publish_missing(
+        run, build_model(model_shape(run.config), run.config.seed), _counted_attempts(run.store)
+    )
 
 
 def attempts_of(prepared: Prepared) -> NewAttempt:
@@ -149,4 +157,8 @@ def _publish_missing(run: Run, model: torch.nn.Module, new_attempt: NewAttempt) 
 
 
 def _software() -> Mapping[str, str]:
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }

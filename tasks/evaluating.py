@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from infra.export import write_safetensors
 from islands import names
 from islands.bigram import bigram_bits_per_byte
 from islands.learner import trainable, unflatten
-from islands.model import build_model, generate
+from islands.model import ByteGPT, build_model, generate
 from islands.scoring import bits_per_byte
 from islands.types import ConfigError, IslandsError, VersionTaken
 from islands.versions import Snapshot
@@ -72,7 +73,9 @@ def bigram_of(run: Run) -> float:
     """Return the bits per byte of a byte bigram counted on all shards, on the bytes an evaluation scores."""
     shards = [read_shard(run, island.name) for island in run.config.islands]
     held_out = read_held_out(run)[: run.config.data.eval_bytes]
-    return bigram_bits_per_byte(torch.cat([torch.from_numpy(shard) for shard in shards]).numpy(), held_out)
+    return bigram_bits_per_byte(
+        torch.cat([torch.from_numpy(shard) for shard in shards]).numpy(), held_out
+    )
 
 
 def pick_snapshot(run: Run, number: int | None) -> tuple[Snapshot, str]:
@@ -84,7 +87,9 @@ def pick_snapshot(run: Run, number: int | None) -> tuple[Snapshot, str]:
     """
     kept = records.read_snapshots(run.store)
     if not kept:
-        raise IslandsError(f"a snapshot must exist, got none in run {run.run_id!r}; train until every fragment has merged")
+        raise IslandsError(
+            f"a snapshot must exist, got none in run {run.run_id!r}; train until every fragment has merged"
+        )
     if number is None:
         return kept[-1]
     for snapshot, digest in kept:
@@ -94,7 +99,7 @@ def pick_snapshot(run: Run, number: int | None) -> tuple[Snapshot, str]:
     raise ConfigError(f"a snapshot must be one of {numbers}, got {number}; older ones are not kept")
 
 
-def load_snapshot(run: Run, snapshot: Snapshot) -> nn.Module:
+def load_snapshot(run: Run, snapshot: Snapshot) -> ByteGPT:
     """Return the model with a snapshot's public values."""
     model = build_model(model_shape(run.config), run.config.seed)
     parameters = trainable(model)
@@ -111,13 +116,29 @@ def export(run: Run, target: Path, number: int | None = None) -> Snapshot:
         ConfigError: no such snapshot, or the file cannot be written.
     """
     snapshot, digest = pick_snapshot(run, number)
-    tensors = {name: parameter.detach().numpy() for name, parameter in trainable(load_snapshot(run, snapshot)).items()}
-    notes = {"run": run.run_id, "snapshot": str(snapshot.number), "digest": digest, "config": run.config.model_dump_json()}
+    tensors = {
+        name: parameter.detach().numpy()
+        for name, parameter in trainable(load_snapshot(run, snapshot)).items()
+    }
+    notes = {
+        "run": run.run_id,
+        "snapshot": str(snapshot.number),
+        "digest": digest,
+        "config": run.config.model_dump_json(),
+    }
     write_safetensors(target, tensors, notes)
     return snapshot
 
 
-def sample(run: Run, prompt: str, *, num_bytes: int, temperature: float, seed: int, number: int | None = None) -> str:
+def sample(
+    run: Run,
+    prompt: str,
+    *,
+    num_bytes: int,
+    temperature: float,
+    seed: int,
+    number: int | None = None,
+) -> str:
     """Return text that a snapshot continues `prompt` with."""
     snapshot, _ = pick_snapshot(run, number)
     model = load_snapshot(run, snapshot)
@@ -125,7 +146,7 @@ def sample(run: Run, prompt: str, *, num_bytes: int, temperature: float, seed: i
     return text.decode(errors="replace")
 
 
-def _score_from(snapshot: Snapshot, body: dict[str, float]) -> Score:
+def _score_from(snapshot: Snapshot, body: Mapping[str, Any]) -> Score:
     return Score(
         snapshot=snapshot.number,
         versions=snapshot.versions,

@@ -6,7 +6,7 @@ Knows records and the learner's copies; must not know when any of it is due, nor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from infra.arrays import ArrayReader, write_arrays
 from islands import names
-from islands.codecs import encode
 from islands.codecs import decode as decoded
+from islands.codecs import encode
 from islands.contributions import Contribution, Lineage, judge
 from islands.fragments import layout_digest, pseudo_gradient
 from islands.learner import Base, Copy, Learner, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
 from islands.merging import tensor_norms
-from islands.types import DamagedObject, Refused, VersionTaken, manifest_from_json
+from islands.types import DamagedObject, Refused, manifest_from_json
 from tasks import history, records
 from tasks.records import NewAttempt
 from tasks.runs import Run
@@ -45,14 +45,25 @@ class Exchange:
         incarnation: under which this process registered.
         previous: digest of the newest link so far, "" if none.
         new_attempt: returns a name no other writer uses.
+        saved: the account in this incarnation's newest checkpoint, if it has one.
     """
 
-    def __init__(self, run: Run, learner: str, incarnation: int, previous: str, new_attempt: NewAttempt) -> None:
+    def __init__(
+        self,
+        run: Run,
+        learner: str,
+        incarnation: int,
+        previous: str,
+        new_attempt: NewAttempt,
+        *,
+        saved: LearnerRecord | None = None,
+    ) -> None:
         self.run = run
         self.learner = learner
         self.incarnation = incarnation
         self.previous = previous
         self._new_attempt = new_attempt
+        self._saved = saved
 
     def push(self, copy: Copy, account: Learner, *, step_seconds: float) -> Contribution:
         """Encode, write and commit one copy; return the committed contribution.
@@ -91,14 +102,30 @@ class Exchange:
         if (reason := judge(draft, self._lineage(copy))) is not None:
             raise Refused(reason, f"{name} was not sent")
         folder = names.payload_folder(name, self._new_attempt())
-        payload = write_arrays(run.store, folder, {"delta": encoded.values}, chunk_elements=run.chunk_elements)
+        payload = write_arrays(
+            run.store, folder, {"delta": encoded.values}, chunk_elements=run.chunk_elements
+        )
         offer = header(payload.to_json())
         self.previous = records.write(run.store, name, offer.to_json())
         return offer
 
-    def has_saved(self, learner: Learner) -> bool:
-        """Say whether a checkpoint of the learner's present position exists."""
-        return self.run.store.read(names.checkpoint(self.learner, learner.position)) is not None
+    def can_save(self, learner: Learner) -> bool:
+        """Say whether the learner's state has a name: each position has one, and it is free or holds this very state.
+
+        A learner that waits in place (a blocking algorithm) may adopt a version there after its checkpoint.
+        """
+        return (
+            self._saved is None
+            or self._saved.position != learner.position
+            or self.is_saved(learner)
+        )
+
+    def is_saved(self, learner: Learner) -> bool:
+        """Say whether the learner's newest checkpoint is of its present state."""
+        return (
+            self._saved is not None
+            and replace(learner.record(""), previous=self._saved.previous) == self._saved
+        )
 
     def save(self, learner: Learner) -> str:
         """Write a checkpoint of the learner as it stands and return its name.
@@ -107,25 +134,32 @@ class Exchange:
             Refused: the state holds a value that is not finite; a checkpoint of it would outlive the healthy ones.
         """
         state = learner.state(self.previous)
-        if not all(np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)):
+        if not all(
+            np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)
+        ):
             raise Refused("non-finite", f"{self.learner} at {learner.position} was not saved")
         name = names.checkpoint(self.learner, learner.position)
         arrays: dict[str, npt.NDArray[Any]] = {}
         for p in range(len(self.run.layouts)):
-            arrays |= {f"values-{p}": state.values[p], f"first-{p}": state.first[p], f"second-{p}": state.second[p]}
-        arrays |= {f"copied-{p}": vector for p, vector in state.copied.items()}
+            arrays |= {
+                f"values-{p}": state.values[p],
+                f"first-{p}": state.first[p],
+                f"second-{p}": state.second[p],
+            }
         for b, buffer in enumerate(state.buffers.values()):
             arrays[f"buffer-{b}"] = buffer.reshape(-1)
         folder = names.payload_folder(name, self._new_attempt())
-        payload = write_arrays(self.run.store, folder, arrays, chunk_elements=self.run.chunk_elements)
+        payload = write_arrays(
+            self.run.store, folder, arrays, chunk_elements=self.run.chunk_elements
+        )
         body = {
             "record": state.record.to_json(),
             "tensor_steps": state.tensor_steps,
-            "copied": sorted(state.copied),
             "buffers": [[name, list(buffer.shape)] for name, buffer in state.buffers.items()],
             "payload": payload.to_json(),
         }
         self.previous = records.write(self.run.store, name, body)
+        self._saved = state.record
         return name
 
     def _lineage(self, copy: Copy) -> Lineage:
@@ -185,7 +219,9 @@ def read_checkpoint(run: Run, name: str) -> Saved:
         first=tuple(reader.read(f"first-{p}") for p in fragments),
         second=tuple(reader.read(f"second-{p}") for p in fragments),
         tensor_steps=tuple(tuple(row) for row in body["tensor_steps"]),
-        copied={p: reader.read(f"copied-{p}") for p in body["copied"]},
-        buffers={name: reader.read(f"buffer-{b}").reshape(shape) for b, (name, shape) in enumerate(body["buffers"])},
+        buffers={
+            name: reader.read(f"buffer-{b}").reshape(shape)
+            for b, (name, shape) in enumerate(body["buffers"])
+        },
     )
     return Saved(name, state, digest)

@@ -5,10 +5,10 @@ Knows names and links of the learners' chains; must not know a checkpoint's byte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from islands import names
-from islands.ledger import FragmentClock, LearnerRecord
+from islands.ledger import FragmentClock, LearnerRecord, record_from_json
 from islands.types import DamagedObject, Position, VersionTaken
 from tasks import records
 from tasks.records import NewAttempt
@@ -37,13 +37,17 @@ def look_back(run: Run, learner: str) -> Past:
     for layout in run.layouts:
         newest: tuple[Position, str] | None = None
         for name in run.store.list_names(f"inbox/f{layout.index:04d}/{learner}/"):
-            key, link = names.parse_contribution(name), _healthy_link(run, name)
+            key, link = names.parse_contribution(name), _healthy_link(run, learner, name)
             if key is not None and link is not None:
                 links.append(link)
                 newest = max(newest or (key.stop, name), (key.stop, name))
         if newest is not None:
             listed.append(newest[1])
-    links += [link for name in checkpoints(run, learner) if (link := _healthy_link(run, name)) is not None]
+    links += [
+        link
+        for name in checkpoints(run, learner)
+        if (link := _healthy_link(run, learner, name)) is not None
+    ]
     last, digest = max(links, key=lambda link: records.progress(link[0]), default=(None, ""))
     return Past(incarnation, last, digest, tuple(listed))
 
@@ -51,7 +55,13 @@ def look_back(run: Run, learner: str) -> Past:
 def register(run: Run, learner: str, new_attempt: NewAttempt) -> Past:
     """Become the next incarnation of a learner and return what its predecessors left.
 
-    The record is create-only, so of two that start at once one gets the next number.
+    The record is create-only, so of two that start at once one gets the next number. The predecessor may be alive:
+
+        1. we look back, and list what it has committed;
+        2. it commits one more push, and the synchronizer merges that: nobody has a higher number yet;
+        3. our record appears, and fences off whatever it writes from now on.
+
+    So we look back once more: what came between, merged or not, is part of the past we go on from.
     """
     while True:
         past = look_back(run, learner)
@@ -60,18 +70,26 @@ def register(run: Run, learner: str, new_attempt: NewAttempt) -> Past:
             records.write(run.store, names.incarnation(learner, past.incarnation), body)
         except VersionTaken:
             continue
-        return past
+        since = look_back(run, learner)
+        return replace(past, last=since.last, last_digest=since.last_digest)
 
 
 def checkpoints(run: Run, learner: str) -> list[str]:
     """Return the names of a learner's checkpoints, newest first."""
-    named = [(names.parse_checkpoint(name), name) for name in run.store.list_names(f"checkpoints/{learner}/")]
-    return [name for parsed, name in sorted(named, key=lambda item: item[0] or (), reverse=True) if parsed]
+    named = [
+        (names.parse_checkpoint(name), name)
+        for name in run.store.list_names(f"checkpoints/{learner}/")
+    ]
+    return [
+        name
+        for parsed, name in sorted(named, key=lambda item: item[0] or (), reverse=True)
+        if parsed
+    ]
 
 
 def last_link(run: Run, learner: str) -> LearnerRecord | None:
     """Return a learner's newest account, its farewell included."""
-    farewell = _healthy_link(run, names.left(learner))
+    farewell = _healthy_link(run, learner, names.left(learner))
     return look_back(run, learner).last if farewell is None else farewell[0]
 
 
@@ -85,7 +103,9 @@ def write_off(run: Run, learner: str) -> None:
         record = LearnerRecord(learner, start, 0, 0, clocks)
     else:
         last = past.last
-        record = LearnerRecord(learner, last.position, last.trained, last.cursor, last.clocks, past.last_digest)
+        record = LearnerRecord(
+            learner, last.position, last.trained, last.cursor, last.clocks, past.last_digest
+        )
     leave(run, record)
 
 
@@ -98,8 +118,16 @@ def leave(run: Run, record: LearnerRecord) -> str:
         return records.require(run.store, name)[1]
 
 
-def _healthy_link(run: Run, name: str) -> tuple[LearnerRecord, str] | None:
+def _healthy_link(run: Run, learner: str, name: str) -> tuple[LearnerRecord, str] | None:
+    """Return a link of a learner's chain; None if it is damaged: the synchronizer refuses it too."""
     try:
-        return records.read_link(run.store, name)
+        found = records.read(run.store, name)
+        if found is None:
+            return None
+        record: LearnerRecord = records.parsed(
+            name, lambda body: record_from_json(body["record"]), found[0]
+        )
     except DamagedObject:
-        return None  # the synchronizer refuses it too, so it must not be listed
+        return None
+    is_its_own = record.learner == learner and len(record.clocks) == len(run.layouts)
+    return (record, found[1]) if is_its_own else None

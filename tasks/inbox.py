@@ -28,7 +28,10 @@ MISSES_UNTIL_SILENT = 2
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who takes part, as the store says: newest incarnations, contributions listed by them, who has left."""
+    """Which of the run's islands take part, as the store says.
+
+    `incarnations`: learner -> its newest one. `listed`: contributions those keep acceptable. `departed`: who has left.
+    """
 
     incarnations: Mapping[str, int]
     listed: frozenset[str]
@@ -52,15 +55,19 @@ class View:
         self._run = run
         self._opened_at: float | None = None  # None: a head that was found, not made
         self._first_seen: dict[str, float] = {}
-        self._responses: dict[str, float] = {}  # seconds from opening a head to a learner's contribution, running mean
+        self._responses: dict[
+            str, float
+        ] = {}  # seconds from opening a head to a learner's contribution, running mean
         self._missed: dict[str, int] = {}
         self.head, digest = records.find_head(run.store, layout.index)
         self._digests = {self.head.version: digest}
-        self._recorded = {verdict.name for verdict in self.head.refused}
-        for version in range(max(0, self.head.version - run.config.sync.max_staleness - 2), self.head.version):
+        self._refused = {self.head.version: {verdict.name for verdict in self.head.refused}}
+        for version in range(
+            max(0, self.head.version - run.config.sync.max_staleness - 2), self.head.version
+        ):
             commit, digest = records.require_commit(run.store, layout.index, version)
             self._digests[version] = digest
-            self._recorded |= {verdict.name for verdict in commit.refused}
+            self._refused[version] = {verdict.name for verdict in commit.refused}
 
     @property
     def digest(self) -> str:
@@ -87,7 +94,9 @@ class View:
 
     def refresh(self) -> None:
         """Catch up with versions somebody else published."""
-        while (later := records.read_commit(self._run.store, self.layout.index, self.head.version + 1)) is not None:
+        while (
+            later := records.read_commit(self._run.store, self.layout.index, self.head.version + 1)
+        ) is not None:
             self._advance(*later, opened_at=None)
 
     def note_merge(self, commit: Commit, digest: str, members: Members, *, now: float) -> None:
@@ -113,12 +122,14 @@ class View:
                 self._note_response(key, now)
         self.offers = {name: offer for name, offer in self.offers.items() if name in present}
         self.damaged = {name: verdict for name, verdict in self.damaged.items() if name in present}
-        self._first_seen = {name: seen for name, seen in self._first_seen.items() if name in present}
+        self._first_seen = {
+            name: seen for name, seen in self._first_seen.items() if name in present
+        }
 
     def note_damage(self, name: str) -> None:
         """Take an offer out of the round: its payload is not what its header says."""
         offer, digest = self.offers[name]
-        self.damaged[name] = Verdict(name, digest, offer.learner, "damaged", offer.num_tokens)
+        self.damaged[name] = Verdict(name, digest, offer.learner, "damaged", offer.announced_tokens)
 
     # --- judging ---
 
@@ -139,35 +150,44 @@ class View:
             norm_limit=sync.outlier_factor * head.median_norm if is_known else math.inf,
         )
 
-    def acceptable(self, lineage: Lineage) -> dict[str, Contribution]:
+    def acceptable(self, members: Members) -> dict[str, Contribution]:
         """Return the contribution of each learner that may be merged now, ordered by learner."""
+        lineage, is_final = self.lineage(members), not self._staying(members)
         offers = [
             offer
             for name, (offer, _) in self.offers.items()
-            if name not in self.damaged and name not in self._recorded and judge(offer, lineage) is None
+            if name not in self.damaged
+            and not self._is_recorded(name)
+            and judge(offer, lineage) is None
         ]
-        return newest_per_learner([offer for offer in offers if self._counts_when_cold(offer)])
+        return newest_per_learner(
+            [offer for offer in offers if is_final or self._counts_when_cold(offer)]
+        )
 
     def refusals(self, lineage: Lineage) -> list[Verdict]:
         """Return what is refused and no commit has recorded yet, ordered by name."""
-        found = [verdict for name, verdict in self.damaged.items() if name not in self._recorded]
+        found = [verdict for name, verdict in self.damaged.items() if not self._is_recorded(name)]
         for name, (offer, digest) in self.offers.items():
             reason = judge(offer, lineage)
-            if reason is not None and name not in self._recorded and name not in self.damaged:
-                found.append(Verdict(name, digest, offer.learner, reason, offer.num_tokens))
+            if reason is not None and not self._is_recorded(name) and name not in self.damaged:
+                found.append(Verdict(name, digest, offer.learner, reason, offer.announced_tokens))
         return sorted(found, key=lambda verdict: verdict.name)
 
     def round(self, members: Members, chosen: Mapping[str, Contribution]) -> Round:
         """Return what the next outer step's timing depends on."""
         config = self._run.config
-        staying = [island.name for island in config.islands if island.name not in members.departed]
+        staying = self._staying(members)
         seconds = [tally.step_seconds for tally in self.head.tallies.values()]
         known = [s for s in [*seconds, *(offer.step_seconds for offer in chosen.values())] if s > 0]
         period = config.sync.period_steps * min(known, default=0.0)
         blocks = config.sync.algorithm == "streaming"
-        awaited = [name for name in staying if name in members.incarnations and not self._is_silent(name)]
+        awaited = [
+            name for name in staying if name in members.incarnations and not self._is_silent(name)
+        ]
         return Round(
-            arrivals=tuple(Arrival(name, self._first_seen[offer.name]) for name, offer in chosen.items()),
+            arrivals=tuple(
+                Arrival(name, self._first_seen[offer.name]) for name, offer in chosen.items()
+            ),
             expected=tuple(Expectation(name, self._arrives_at(name)) for name in awaited),
             min_learners=max(1, min(config.quorum, len(staying))),
             opened_at=self._opened_at,
@@ -178,12 +198,28 @@ class View:
 
     # --- the details ---
 
+    def _staying(self, members: Members) -> list[str]:
+        return [
+            island.name
+            for island in self._run.config.islands
+            if island.name not in members.departed
+        ]
+
     def _advance(self, commit: Commit, digest: str, *, opened_at: float | None) -> None:
         self.head, self._opened_at = commit, opened_at
         self._digests[commit.version] = digest
-        self._recorded |= {verdict.name for verdict in commit.refused}
+        self._refused[commit.version] = {verdict.name for verdict in commit.refused}
+        # Forget as much as a synchronizer that starts now would not read: both must come to the same verdicts.
         oldest = commit.version - self._run.config.sync.max_staleness - 2
-        self._digests = {version: digest for version, digest in self._digests.items() if version >= oldest}
+        self._digests = {
+            version: digest for version, digest in self._digests.items() if version >= oldest
+        }
+        self._refused = {
+            version: refused for version, refused in self._refused.items() if version >= oldest
+        }
+
+    def _is_recorded(self, name: str) -> bool:
+        return any(name in refused for refused in self._refused.values())
 
     def _is_settled(self, key: names.ContributionKey) -> bool:
         """Say whether a contribution's fate is decided: merged, passed over, or recorded as too old long ago."""

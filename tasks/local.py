@@ -2,7 +2,8 @@
 
 Knows events, delays, phases and scripted deaths; must not know how anything is computed. One unit of the clock is one
 base step: an inner step of an island with speed 1. Within one instant the order is fixed (see `Kind`): steps end, then
-pushes land, merges run, versions arrive, learners return, steps begin, learners leave, and last the state is saved. So
+pushes land, merges run, versions arrive, learners return, steps begin, last pushes land, learners leave, and at the end
+the state is saved. So
 islands in phase with no delay exchange without losing a step, as a synchronous algorithm would.
 
 A death is told as a story, since the order matters:
@@ -18,11 +19,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
 from islands.data import batch_at
 from islands.fragments import is_due, own_period
 from islands.learner import Learner
-from islands.types import Refused
+from islands.types import Refused, VersionTaken
 from tasks import exchanging, history
 from tasks.clockwork import Beat, Event, Kind, Seat, Watch
 from tasks.collecting import collect, finish
@@ -43,7 +46,11 @@ class Driver:
     """
 
     def __init__(
-        self, run: Run, build: Callable[[str], Learner], watch: Watch, evaluate: Callable[[Run], object]
+        self,
+        run: Run,
+        build: Callable[[str], Learner],
+        watch: Watch,
+        evaluate: Callable[[Run], object],
     ) -> None:
         self.run = run
         self.now = 0.0
@@ -56,7 +63,7 @@ class Driver:
         self.evaluate = evaluate
         self.trained: dict[str, int] = {island.name: 0 for island in run.config.islands}
         self.seats = {
-            island.name: Seat(island, lambda name=island.name: build(name), read_shard(run, island.name))  # type: ignore[misc]
+            island.name: Seat(island, partial(build, island.name), read_shard(run, island.name))
             for island in run.config.islands
         }
         self.synchronizer = Synchronizer(run, self.new_attempt)
@@ -127,9 +134,13 @@ class Driver:
 
     def _is_turn(self, step: int, fragment: int) -> bool:
         sync = self.run.config.sync
-        return is_due(step, fragment, period_steps=sync.period_steps, num_fragments=sync.num_fragments)
+        return is_due(
+            step, fragment, period_steps=sync.period_steps, num_fragments=sync.num_fragments
+        )
 
-    def _send(self, seat: Seat, learner: Learner, fragment: int, kind: Kind = Kind.PUSH_LANDS) -> None:
+    def _send(
+        self, seat: Seat, learner: Learner, fragment: int, kind: Kind = Kind.PUSH_LANDS
+    ) -> None:
         """Copy a fragment and put it on its way; it takes the place of an older copy that has not left yet."""
         copy = learner.copy(fragment, next_push_steps=self._own_period(seat, fragment))
         unsent = seat.outbox.get(fragment)
@@ -169,7 +180,7 @@ class Driver:
                 continue
             base = exchanging.fetch(self.run, fragment, version)
             steps = self._own_period(seat, fragment)
-            learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps, carries=sync.carries)
+            learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps)
 
     def _must_wait(self, learner: Learner) -> bool:
         """Say whether a blocking algorithm stops here: this fragment's turn, pushed, and not merged yet."""
@@ -202,6 +213,10 @@ class Driver:
         if any(event.time == self.now and event.kind is Kind.MERGE for event in self.events[:1]):
             return  # the same instant holds another one: once is enough
         polled = self.synchronizer.poll(now=self.now)
+        if polled.is_superseded:
+            raise VersionTaken(
+                f"another process merges run {self.run.run_id}: this one ends, that one goes on"
+            )
         for fragment, version in polled.published:
             self._tell(None, f"merge f{fragment} v{version - 1}→{version}")
             for seat in self.seats.values():
@@ -229,7 +244,11 @@ class Driver:
         """Kill the learner if the script says so: it dies in the step after the one named."""
         learner = seat.learner
         for index, fault in enumerate(self.run.config.local.faults):
-            is_here = fault.island == seat.island.name and learner is not None and fault.step == learner.position.step
+            is_here = (
+                fault.island == seat.island.name
+                and learner is not None
+                and fault.step == learner.position.step
+            )
             if is_here and index not in seat.struck:
                 seat.struck.add(index)
                 self._die(seat, fault.return_after_steps)
@@ -257,11 +276,21 @@ class Driver:
             learner.begin(heads, incarnation=past.incarnation)
         else:
             saved = exchanging.newest_checkpoint(self.run, name)
-            learner.come_back(None if saved is None else saved.state, past.last, heads, incarnation=past.incarnation)
+            learner.come_back(
+                None if saved is None else saved.state,
+                past.last,
+                heads,
+                incarnation=past.incarnation,
+            )
         seat.learner, seat.status = learner, "training"
-        seat.exchange = Exchange(self.run, name, past.incarnation, past.last_digest, self.new_attempt)
+        seat.exchange = Exchange(
+            self.run, name, past.incarnation, past.last_digest, self.new_attempt
+        )
         self.trained[name] = learner.trained
-        self._tell(seat, "starts" if past.incarnation == 0 else f"comes back as incarnation {past.incarnation}")
+        self._tell(
+            seat,
+            "starts" if past.incarnation == 0 else f"comes back as incarnation {past.incarnation}",
+        )
         self.schedule(self.now, Kind.STEP_BEGINS, name)
 
     def _prepare_to_leave(self, seat: Seat, learner: Learner) -> None:
@@ -285,14 +314,16 @@ class Driver:
     def save(self, *, reschedule: bool = True) -> None:
         """Write every learner's checkpoint and the driver's own state, then collect what no rule needs.
 
-        A learner that has not moved since its last checkpoint (a blocking algorithm waits) has no name for a second
-        one: then nothing is saved this time, and the state before stays the one to resume from.
+        Where a learner's state has no free name nothing is saved this time, and the state before stays the one to
+        resume from.
         """
         if reschedule:
             self.schedule(self.now + self.run.config.local.checkpoint_steps, Kind.SAVE)
-        if any(seat.exchange.has_saved(seat.learner) for seat in self._present()):
+        if not all(seat.exchange.can_save(seat.learner) for seat in self._present()):
             return
         for seat in self._present():
+            if seat.exchange.is_saved(seat.learner):
+                continue
             try:
                 seat.exchange.save(seat.learner)
             except Refused as exc:
@@ -302,7 +333,11 @@ class Driver:
         collect(self.run)
 
     def _present(self) -> list[Any]:
-        return [seat for seat in self.seats.values() if seat.learner is not None and seat.exchange is not None]
+        return [
+            seat
+            for seat in self.seats.values()
+            if seat.learner is not None and seat.exchange is not None
+        ]
 
     def _tell(self, seat: Seat | None, what: str, loss: float | None = None) -> None:
         name = "" if seat is None else seat.island.name

@@ -30,20 +30,28 @@ def write_state(driver: Driver) -> None:
     arrays: dict[str, Vector] = {}
     for learner, seat in driver.seats.items():
         for fragment, copy in seat.outbox.items():
-            arrays |= {f"{learner}-{fragment}-local": copy.local, f"{learner}-{fragment}-anchor": copy.anchor}
+            arrays |= {
+                f"{learner}-{fragment}-local": copy.local,
+                f"{learner}-{fragment}-anchor": copy.anchor,
+            }
     folder = names.payload_folder(name, driver.new_attempt())
     payload = write_arrays(run.store, folder, arrays, chunk_elements=run.chunk_elements)
     present = [n for n in run.store.list_names("") if not n.startswith("payloads/")]
     driver.num_saves += 1
     body = {
         "now": driver.now,
-        "events": [[e.time, int(e.kind), e.order, e.island, list(e.numbers)] for e in sorted(driver.events)],
+        "events": [
+            [e.time, int(e.kind), e.order, e.island, list(e.numbers)] for e in sorted(driver.events)
+        ],
         "num_attempts": driver.num_attempts,
         "num_events": driver.num_events,
         "num_saves": driver.num_saves,
         "trained": driver.trained,
         "seats": {learner: _seat_to_json(seat) for learner, seat in driver.seats.items()},
-        "synchronizer": {"number": driver.synchronizer.number, "estimates": driver.synchronizer.estimates()},
+        "synchronizer": {
+            "number": driver.synchronizer.number,
+            "estimates": driver.synchronizer.estimates(),
+        },
         "present": present,
         "payload": payload.to_json(),
     }
@@ -68,12 +76,17 @@ def restore_state(driver: Driver) -> bool:
     body, _ = records.require(run.store, name)
     truncate(run, {*body["present"], name})
     driver.now = body["now"]
-    driver.events = [Event(time, Kind(kind), order, i, tuple(rest)) for time, kind, order, i, rest in body["events"]]
+    driver.events = [
+        Event(time, Kind(kind), order, i, tuple(rest))
+        for time, kind, order, i, rest in body["events"]
+    ]
     driver.num_attempts, driver.num_events = body["num_attempts"], body["num_events"]
     driver.num_saves = body["num_saves"]
     driver.trained = dict(body["trained"])
     driver.reopen_synchronizer()
-    driver.synchronizer.restore_estimates(body["synchronizer"]["estimates"], number=body["synchronizer"]["number"])
+    driver.synchronizer.restore_estimates(
+        body["synchronizer"]["estimates"], number=body["synchronizer"]["number"]
+    )
     reader = ArrayReader(run.store, records.parsed(name, manifest_from_json, body["payload"]))
     for learner, seat in driver.seats.items():
         _restore_seat(driver, seat, body["seats"][learner], reader)
@@ -82,11 +95,11 @@ def restore_state(driver: Driver) -> bool:
 
 
 def truncate(run: Run, present: set[str]) -> None:
-    """Delete every object that is neither in `present` nor part of its payloads; changes and stops stay."""
+    """Delete every object that is neither in `present` nor part of its payloads; recorded changes stay."""
     for name in run.store.list_names(""):
         found = names.header_of_payload(name)
         header = name if found is None else found[0]
-        if header not in present and not header.startswith(("changes/", "stops/")):
+        if header not in present and not header.startswith("changes/"):
             run.store.delete(name)
 
 
@@ -109,7 +122,16 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
 
 
 def _copy_to_json(copy: Copy) -> dict[str, Any]:
-    keys = ("fragment", "base_version", "base_digest", "start", "stop", "num_tokens", "num_steps", "offered_before")
+    keys = (
+        "fragment",
+        "base_version",
+        "base_digest",
+        "start",
+        "stop",
+        "num_tokens",
+        "num_steps",
+        "offered_before",
+    )
     return {key: getattr(copy, key) for key in keys}
 
 
@@ -122,11 +144,24 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
         return
     saved = exchanging.read_checkpoint(run, body["checkpoint"])
     learner = seat.build()
-    bases = [exchanging.fetch(run, p, clock.base_version) for p, clock in enumerate(saved.state.record.clocks)]
+    bases = [
+        exchanging.fetch(run, p, clock.base_version)
+        for p, clock in enumerate(saved.state.record.clocks)
+    ]
     learner.restore(saved.state, [base.values for base in bases])
     seat.learner = learner
-    seat.exchange = Exchange(run, learner_name, body["incarnation"], body["previous"], driver.new_attempt)
+    seat.exchange = Exchange(
+        run,
+        learner_name,
+        body["incarnation"],
+        body["previous"],
+        driver.new_attempt,
+        saved=saved.state.record,
+    )
     for row in body["outbox"]:
         positions = {"start": Position(*row["start"]), "stop": Position(*row["stop"])}
-        arrays = {key: reader.read(f"{learner_name}-{row['fragment']}-{key}") for key in ("local", "anchor")}
+        arrays: dict[str, Any] = {
+            key: reader.read(f"{learner_name}-{row['fragment']}-{key}")
+            for key in ("local", "anchor")
+        }
         seat.outbox[row["fragment"]] = Copy(**{**row, **positions}, **arrays)

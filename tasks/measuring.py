@@ -35,11 +35,15 @@ RUN_ID = "merge"
 def prepare(folder: str, num_learners: int) -> None:
     """Write the run. Its contributions share one payload on disk: a merge reads it once per learner all the same."""
     islands = tuple(IslandConfig(name=f"i{i:03d}") for i in range(num_learners))
-    sync = SyncConfig(num_fragments=1, chunk_bytes=4 * 2**20, min_learners=num_learners, grace_fraction=0.0)
+    sync = SyncConfig(
+        num_fragments=1, chunk_bytes=4 * 2**20, min_learners=num_learners, grace_fraction=0.0
+    )
     config = RunConfig(store=f"file://{folder}", durable=False, islands=islands, sync=sync)
     shapes = {f"t{t:02d}": (TENSOR_ELEMENTS,) for t in range(NUM_TENSORS)}
     store = open_store(config.store, durable=False).within(RUN_ID)
-    nothing = write_arrays(store, names.payload_folder(names.RUN, "a-0"), {"held_out": np.zeros(1, np.uint8)})
+    nothing = write_arrays(
+        store, names.payload_folder(names.RUN, "a-0"), {"held_out": np.zeros(1, np.uint8)}
+    )
     body = {
         "config": config.model_dump(mode="json"),
         "layouts": layouts_to_json(lay_out(shapes, embeddings=(), num_fragments=1)),
@@ -49,10 +53,15 @@ def prepare(folder: str, num_learners: int) -> None:
     run = open_run(config.store, RUN_ID)
     layout = run.layouts[0]
     generator = np.random.default_rng(0)
-    base_digest = publish_first(run, layout, generator.standard_normal(layout.size, dtype=np.float32), lambda: "a-0")
+    base_digest = publish_first(
+        run, layout, generator.standard_normal(layout.size, dtype=np.float32), lambda: "a-0"
+    )
     delta = 0.01 * generator.standard_normal(layout.size, dtype=np.float32)
     payload = write_arrays(
-        run.store, "payloads/inbox/f0000/shared/a-0", {"delta": delta}, chunk_elements=run.chunk_elements
+        run.store,
+        "payloads/inbox/f0000/shared/a-0",
+        {"delta": delta},
+        chunk_elements=run.chunk_elements,
     )
     norms = tensor_norms(delta, layout)
     start, stop = Position(0, 0), Position(0, 24)
@@ -87,7 +96,10 @@ def merge(folder: str) -> dict[str, float]:
     polled = Synchronizer(run, lambda: "a-1").poll(now=0.0)
     seconds = time.perf_counter() - start
     assert polled.published == ((0, 1),), polled
-    return {"peak_over_fragment": (_peak_bytes() - before) / (4 * run.layouts[0].size), "seconds": seconds}
+    return {
+        "peak_over_fragment": (_peak_bytes() - before) / (4 * run.layouts[0].size),
+        "seconds": seconds,
+    }
 
 
 def _peak_bytes() -> int:

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 from islands import names
-from islands.contributions import Consumed, Contribution, Verdict, after_merge, consume, judge, running_median
+from islands.contributions import (
+    Consumed,
+    Contribution,
+    Verdict,
+    after_merge,
+    consume,
+    judge,
+    running_median,
+)
 from islands.merging import Vector
 from islands.quorum import Wait, decide
 from islands.types import DamagedObject, VersionTaken
@@ -60,12 +69,14 @@ class Synchronizer:
             DamagedObject: the lineage itself is damaged (never for a contribution: that is a verdict).
             StoreUnavailable: the store did not answer; nothing half-done is visible.
         """
+        # Read before the inboxes: whoever has left by now has written all its contributions before that.
+        has_all_left = self._islands() <= records.departed(self.run.store)
         published: list[tuple[int, int]] = []
         waits = [math.inf]
         for view in self._views:
             while True:
                 members = self._look(view, now)
-                chosen = view.acceptable(view.lineage(members))
+                chosen = view.acceptable(members)
                 choice = decide(view.round(members, chosen), now=now)
                 if isinstance(choice, Wait):
                     waits.append(choice.seconds)
@@ -76,7 +87,6 @@ class Synchronizer:
                     published.append((view.layout.index, view.head.version))
         if published:
             self._snapshot(is_last=False)
-        has_all_left = len(records.departed(self.run.store)) == len(self.run.config.islands)
         is_settled = math.isinf(min(waits)) and has_all_left
         if is_settled:
             self._snapshot(is_last=True)
@@ -105,14 +115,22 @@ class Synchronizer:
         for view, known in zip(self._views, estimates, strict=True):
             view.restore_estimates(known)
 
+    def _islands(self) -> frozenset[str]:
+        return frozenset(island.name for island in self.run.config.islands)
+
     def _members(self) -> Members:
-        store = self.run.store
-        incarnations = records.newest_incarnations(store)
+        store, islands = self.run.store, self._islands()
+        incarnations = {
+            name: n for name, n in records.newest_incarnations(store).items() if name in islands
+        }
         listed: set[str] = set()
         for learner, number in incarnations.items():
             if (learner, number) not in self._listed:
-                body, _ = records.require(store, names.incarnation(learner, number))
-                self._listed[learner, number] = frozenset(body["listed"])
+                name = names.incarnation(learner, number)
+                body, _ = records.require(store, name)
+                self._listed[learner, number] = records.parsed(
+                    name, lambda body: frozenset(body["listed"]), body
+                )
             listed |= self._listed[learner, number]
         return Members(incarnations, frozenset(listed), records.departed(store))
 
@@ -121,7 +139,9 @@ class Synchronizer:
         view.refresh()
         view.observe(now)
         members = self._members()
-        if any(judge(offer, view.lineage(members)) == "future" for offer, _ in view.offers.values()):
+        if any(
+            judge(offer, view.lineage(members)) == "future" for offer, _ in view.offers.values()
+        ):
             # Perhaps the world has moved while we looked: look once more before judging.
             view.refresh()
             members = self._members()
@@ -149,7 +169,9 @@ class Synchronizer:
     def _merge(self, view: View, offers: list[Contribution], members: Members, now: float) -> bool:
         """Publish the next version from these offers; False if the world turned out different."""
         lineage = view.lineage(members)
-        consumed = [consume(offer, view.offers[offer.name][1], view.head.version) for offer in offers]
+        consumed = [
+            consume(offer, view.offers[offer.name][1], view.head.version) for offer in offers
+        ]
         try:
             delta = self._fold(view, offers, [entry.weight for entry in consumed])
         except DamagedObject as exc:
@@ -160,7 +182,9 @@ class Synchronizer:
             return False
         commit = self._commit(view, consumed, view.refusals(lineage), delta)
         try:
-            digest = records.write(self.run.store, names.version(commit.fragment, commit.version), commit.to_json())
+            digest = records.write(
+                self.run.store, names.version(commit.fragment, commit.version), commit.to_json()
+            )
         except VersionTaken:
             return False  # somebody else made this version; the next look finds it
         view.note_merge(commit, digest, members, now=now)
@@ -173,7 +197,9 @@ class Synchronizer:
         except DamagedObject:
             return fold_contributions(self.run.store, view.layout, offers, weights, chunk)
 
-    def _commit(self, view: View, consumed: list[Consumed], refused: list[Verdict], delta: Vector) -> Commit:
+    def _commit(
+        self, view: View, consumed: list[Consumed], refused: list[Verdict], delta: Vector
+    ) -> Commit:
         config, head = self.run.config, view.head
         version = head.version + 1
         pieces = step_chunks(
@@ -202,13 +228,17 @@ class Synchronizer:
         )
 
     def _advise(self, view: View, refused: list[Verdict]) -> None:
-        """Leave a note on a round that could commit nothing. Whether it is written changes nothing."""
-        prefix = f"advisories/f{view.layout.index:04d}/{view.head.version}-"
-        number = sum(name.startswith(prefix) for name in self.run.store.list_names(f"advisories/f{view.layout.index:04d}/"))
-        name = names.advisory(view.layout.index, view.head.version, number)
-        try:
-            records.write(self.run.store, name, {"refused": [asdict(verdict) for verdict in refused]})
-        except VersionTaken:
+        """Leave a note on a round that could commit nothing, once. Whether it is written changes nothing."""
+        body = {"refused": [asdict(verdict) for verdict in refused]}
+        for number in count():
+            try:
+                records.write(
+                    self.run.store,
+                    names.advisory(view.layout.index, view.head.version, number),
+                    body,
+                )
+            except VersionTaken:
+                continue  # another note on this round
             return
 
     def _snapshot(self, *, is_last: bool) -> None:
@@ -230,4 +260,3 @@ class Synchronizer:
             records.write(self.run.store, names.snapshot(snapshot.number), snapshot.to_json())
         except VersionTaken:
             return  # another synchronizer named the same moment
-

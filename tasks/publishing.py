@@ -41,7 +41,9 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
     """Publish version 0 from initial values, with zero momentum; return its digest."""
     codec = run.config.sync.codec_down
     pieces = (
-        Stepped(start, values[start:stop], values[start:stop] * 0, encode(values[start:stop], codec))
+        Stepped(
+            start, values[start:stop], values[start:stop] * 0, encode(values[start:stop], codec)
+        )
         for start, stop in spans(layout.size, run.chunk_of(layout))
     )
     payload = write_version(run, layout, 0, pieces, new_attempt)
@@ -52,7 +54,9 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
         parent_digest=run.digest,
         consumed=(),
         refused=(),
-        tallies={island.name: Tally() for island in sorted(run.config.islands, key=lambda i: i.name)},
+        tallies={
+            island.name: Tally() for island in sorted(run.config.islands, key=lambda i: i.name)
+        },
         median_norm=0.0,
         learning_rate=outer.learning_rate,
         momentum=outer.momentum,
@@ -64,7 +68,11 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
 
 
 def fold_contributions(
-    store: Store, layout: FragmentLayout, offers: Sequence[Contribution], weights: Sequence[float], chunk_elements: int
+    store: Store,
+    layout: FragmentLayout,
+    offers: Sequence[Contribution],
+    weights: Sequence[float],
+    chunk_elements: int,
 ) -> Vector:
     """Return the merged delta of contributions ordered by learner name.
 
@@ -74,7 +82,9 @@ def fold_contributions(
     readers = [ArrayReader(store, offer.payload) for offer in offers]
     for offer in offers:
         if [array.length for array in offer.payload.arrays] != [layout.size]:
-            raise DamagedObject(offer.name, f"its payload is not one array of {layout.size} elements")
+            raise DamagedObject(
+                offer.name, f"its payload is not one array of {layout.size} elements"
+            )
 
     def read(i: int, start: int, stop: int) -> Vector:
         try:
@@ -82,16 +92,31 @@ def fold_contributions(
         except DamagedObject as exc:
             raise DamagedObject(offers[i].name, str(exc)) from exc
 
-    folded = fold(layout, read, weights=weights, norms=[o.norms for o in offers], chunk_elements=chunk_elements)
+    folded = fold(
+        layout,
+        read,
+        weights=weights,
+        norms=[o.norms for o in offers],
+        chunk_elements=chunk_elements,
+    )
     for offer, seen in zip(offers, folded.norms, strict=True):
         for spec, announced, found in zip(layout.tensors, offer.norms, seen, strict=True):
             if not math.isclose(announced, found, rel_tol=NORM_TOLERANCE, abs_tol=1e-30):
-                raise DamagedObject(offer.name, f"{spec.name} has norm {found!r}, announced {announced!r}")
+                raise DamagedObject(
+                    offer.name, f"{spec.name} has norm {found!r}, announced {announced!r}"
+                )
     return folded.delta
 
 
 def step_chunks(
-    store: Store, parent: Commit, delta: Vector, *, codec: str, learning_rate: float, momentum: float, chunk_elements: int
+    store: Store,
+    parent: Commit,
+    delta: Vector,
+    *,
+    codec: str,
+    learning_rate: float,
+    momentum: float,
+    chunk_elements: int,
 ) -> Iterator[Stepped]:
     """Yield the next version chunk by chunk: the outer step on the parent's own parameters and momentum."""
     reader = ArrayReader(store, parent.payload)
@@ -113,14 +138,22 @@ def step_chunks(
 
 
 def write_version(
-    run: Run, layout: FragmentLayout, version: int, pieces: Iterator[Stepped], new_attempt: NewAttempt
+    run: Run,
+    layout: FragmentLayout,
+    version: int,
+    pieces: Iterator[Stepped],
+    new_attempt: NewAttempt,
 ) -> Manifest:
     """Write the payload of a version under a fresh attempt and return its manifest; commits nothing."""
     public = STORED_DTYPE[run.config.sync.codec_down]
     writer = ArrayWriter(
         run.store,
         names.payload_folder(names.version(layout.index, version), new_attempt()),
-        {"params": ("float32", layout.size), "momentum": ("float32", layout.size), "public": (public, layout.size)},
+        {
+            "params": ("float32", layout.size),
+            "momentum": ("float32", layout.size),
+            "public": (public, layout.size),
+        },
         chunk_elements=run.chunk_elements,
     )
     for piece in pieces:

@@ -112,7 +112,9 @@ def newest_incarnations(store: Store) -> dict[str, int]:
 
 def departed(store: Store) -> frozenset[str]:
     """Return the learners that have left for good."""
-    return frozenset(name.split("/")[1] for name in store.list_names("learners/") if name.endswith("/left.json"))
+    return frozenset(
+        name.split("/")[1] for name in store.list_names("learners/") if name.endswith("/left.json")
+    )
 
 
 def next_number(store: Store, folder: str) -> int:
@@ -139,7 +141,9 @@ def read_coded(store: Store, payload: Manifest, array: str, codec: str) -> Vecto
 
 def payload_of(name: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the manifest (as JSON values) of the payload a record commits, or None if it has none."""
-    found: Mapping[str, Any] | None = body["data"]["payload"] if name == names.RUN else body.get("payload")
+    found: Mapping[str, Any] | None = (
+        body["data"]["payload"] if name == names.RUN else body.get("payload")
+    )
     return found
 
 
@@ -154,4 +158,8 @@ def parsed(name: str, parse: Callable[[Mapping[str, Any]], Any], body: Mapping[s
 def progress(record: LearnerRecord) -> tuple[int, ...]:
     """Order links of one chain: by position, then by totals, none of which ever shrinks."""
     sums = ("base_version", "all_offered", "overwritten", "rolled_back", "replaced")
-    return (*record.position, record.trained, *(sum(getattr(c, key) for c in record.clocks) for key in sums))
+    return (
+        *record.position,
+        record.trained,
+        *(sum(getattr(c, key) for c in record.clocks) for key in sums),
+    )

@@ -16,9 +16,9 @@ from islands.types import ConfigError, DamagedObject, FragmentLayout
 from islands.versions import Commit
 from tasks import records
 from tasks.building import model_shape
+from tasks.evidence import Verification
 from tasks.publishing import Stepped, fold_contributions, step_chunks
 from tasks.runs import Run
-from tasks.verifying import Verification
 
 
 def replay_into(run: Run, found: Verification, *, watch: Callable[[int], None]) -> None:
@@ -89,4 +89,6 @@ def _compare(run: Run, layout: FragmentLayout, commit: Commit, pieces: Iterator[
         ):
             stored = reader.read(array, piece.start, stop)
             if not np.array_equal(stored.view(np.uint8), values.view(np.uint8)):
-                raise DamagedObject(name, f"its {array} do not follow from its parent and contributions")
+                raise DamagedObject(
+                    name, f"its {array} do not follow from its parent and contributions"
+                )

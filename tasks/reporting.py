@@ -82,7 +82,9 @@ def status(run: Run) -> Status:
         trained=total,
         total_tokens=run.config.total_tokens,
         merged_share=merged / (total * len(heads)) if total else 0.0,
-        islands=tuple(_island(run, name, link, heads, total, name in gone) for name, link in lasts.items()),
+        islands=tuple(
+            _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
+        ),
         fragments=tuple(_fragment(run, head, is_finished) for head in heads),
     )
 
@@ -96,7 +98,11 @@ def _island(
         for reason, (count, _) in tally.refused.items():
             refused[reason] = refused.get(reason, 0) + count
     trained = 0 if link is None else link.trained
-    behind = [] if link is None else [h.version - c.base_version for h, c in zip(heads, link.clocks, strict=True)]
+    behind = (
+        []
+        if link is None
+        else [h.version - c.base_version for h, c in zip(heads, link.clocks, strict=True)]
+    )
     return IslandStatus(
         name=name,
         region=run.island(name).region,
@@ -105,7 +111,9 @@ def _island(
         step=0 if link is None else link.position.step,
         tokens=trained,
         share=trained / total if total else 0.0,
-        merged_share=sum(tally.merged for tally in tallies) / (trained * len(heads)) if trained else 0.0,
+        merged_share=sum(tally.merged for tally in tallies) / (trained * len(heads))
+        if trained
+        else 0.0,
         staleness=max(behind, default=0),
         refused=refused,
     )
@@ -114,6 +122,8 @@ def _island(
 def _fragment(run: Run, head: Commit, is_finished: bool) -> FragmentStatus:
     layout = run.layouts[head.fragment]
     keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{head.fragment:04d}/"))
-    pending = [key for key in keys if key and key.stop > head.tallies.get(key.learner, Tally()).consumed_to]
+    pending = [
+        key for key in keys if key and key.stop > head.tallies.get(key.learner, Tally()).consumed_to
+    ]
     num_pending = 0 if is_finished else len(pending)
     return FragmentStatus(layout.index, layout.size, head.version, head.merged_tokens, num_pending)

@@ -18,7 +18,15 @@ from infra.arrays import ArrayReader, chunk_length
 from infra.routing import RoutedStore
 from infra.store import Store, open_store
 from islands import names
-from islands.config import IslandConfig, RunConfig, changed_identity, config_from_json, identity, parse_config, to_toml
+from islands.config import (
+    IslandConfig,
+    RunConfig,
+    changed_identity,
+    config_from_json,
+    identity,
+    parse_config,
+    to_toml,
+)
 from islands.data import require_enough
 from islands.schedule import own_share
 from islands.types import ConfigError, FragmentLayout, Manifest, is_plain_name, manifest_from_json
@@ -81,7 +89,9 @@ def open_run(store_url: str, run_id: str) -> Run:
     store = open_store(store_url).within(run_id)
     found = records.read(store, names.RUN)
     if found is None:
-        raise ConfigError(f"run must exist in {store_url}, got {run_id!r}; `diloco runs --store {store_url}` lists them")
+        raise ConfigError(
+            f"run must exist in {store_url}, got {run_id!r}; `diloco runs --store {store_url}` lists them"
+        )
     facts, digest = found
     config = config_from_json(json.dumps(facts["config"]), source=names.RUN)
     for change in _changes(store):
@@ -108,7 +118,9 @@ def route(store: Store, config: RunConfig, run_id: str) -> Store:
     for island in config.islands:
         if island.checkpoints is not None:
             place = open_store(island.checkpoints, durable=config.durable).within(run_id)
-            elsewhere[f"checkpoints/{island.name}"] = elsewhere[f"payloads/checkpoints/{island.name}"] = place
+            elsewhere[f"checkpoints/{island.name}"] = elsewhere[
+                f"payloads/checkpoints/{island.name}"
+            ] = place
     return RoutedStore(store, elsewhere) if elsewhere else store
 
 
@@ -118,7 +130,10 @@ def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str
     Raises:
         ConfigError: an identity key would change (all of them are named), or a rule is broken.
     """
-    changed = parse_config(to_toml(run.config), assignments=assignments, environment=environment, source="the run")
+    changed = parse_config(
+        to_toml(run.config), assignments=assignments, environment=environment, source="the run"
+    )
+    changed = changed.model_copy(update={"store": run.config.store})  # it lies where it lies
     if changed == run.config:
         return run
     if broken := changed_identity(identity(run.config), identity(changed)):
@@ -138,7 +153,11 @@ def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str
 def list_runs(store_url: str) -> list[str]:
     """Return the ids of the runs under a store, sorted."""
     suffix = f"/{names.RUN}"
-    return [name.removesuffix(suffix) for name in open_store(store_url).list_names("") if _is_run(name, suffix)]
+    return [
+        name.removesuffix(suffix)
+        for name in open_store(store_url).list_names("")
+        if _is_run(name, suffix)
+    ]
 
 
 def next_run_id(store_url: str, prefix: str) -> str:

@@ -52,7 +52,10 @@ fetch_delay_steps = 0.5
 
 def write_text(folder: Path, num_documents: int = 12) -> Path:
     """Write documents of plain words, the same ones every time."""
-    words = "the of island learner merges a fragment while another trains and no token is lost".split()
+    words = (
+        *("the", "of", "island", "learner", "merges", "a", "fragment", "while"),
+        *("another", "trains", "and", "no", "token", "is", "lost"),
+    )
     generator = random.Random(7)
     folder.mkdir(parents=True, exist_ok=True)
     for n in range(num_documents):
@@ -61,7 +64,9 @@ def write_text(folder: Path, num_documents: int = 12) -> Path:
     return folder
 
 
-def tiny_config(folder: Path, *assignments: str, store: str | None = None, text: str = TINY) -> RunConfig:
+def tiny_config(
+    folder: Path, *assignments: str, store: str | None = None, text: str = TINY
+) -> RunConfig:
     """Return a configuration whose text and (unless named) store lie in `folder`."""
     documents = write_text(folder / "text")
     doors = (f'data.source="{documents}"', f'store="{store or (folder / "runs").as_uri()}"')
@@ -79,7 +84,12 @@ def start(config: RunConfig, run_id: str = "r") -> Driver:
 def driver_of(run: Run, build: Callable[[str], Learner] | None = None) -> Driver:
     """Return a driver over the real learner; `build` makes another kind of learner."""
     building.use_one_thread()
-    return Driver(run, build or (lambda name: building.build_learner(run, name)), lambda beat: None, evaluating.evaluate)
+    return Driver(
+        run,
+        build or (lambda name: building.build_learner(run, name)),
+        lambda beat: None,
+        evaluating.evaluate,
+    )
 
 
 def finish(driver: Driver) -> Run:

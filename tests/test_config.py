@@ -195,14 +195,14 @@ FIELD_RULES = [
     ("data.source", "3", "must be a valid string", "3", "in quotes"),
     ("data.held_out_fraction", "0", "must be greater than 0", "0", "default 0.05"),
     ("data.held_out_fraction", "0.5", "must be less than 0.5", "0.5", "default 0.05"),
-    ("inner.learning_rate", "0", "must be greater than 0", "0", "default 0.003"),
-    ("inner.learning_rate", "1.5", "must be less than or equal to 1", "1.5", "default 0.003"),
+    ("inner.learning_rate", "0", "must be greater than 0", "0", "default 0.004"),
+    ("inner.learning_rate", "1.5", "must be less than or equal to 1", "1.5", "default 0.004"),
     ("inner.learning_rate", "nan", "must be a finite number", "NaN", "write a finite number"),
     ("inner.learning_rate", "true", "must be a valid number", "true", "write a number"),
     ("inner.warmup_fraction", "1", "must be less than 1", "1", "default 0.05"),
-    ("inner.final_fraction", "1.1", "must be less than or equal to 1", "1.1", "default 0.1"),
+    ("inner.final_fraction", "1.1", "must be less than or equal to 1", "1.1", "default 0.01"),
     ("inner.beta1", "1", "must be less than 1", "1", "default 0.9"),
-    ("inner.beta2", "-0.1", "must be greater than or equal to 0", "-0.1", "default 0.95"),
+    ("inner.beta2", "-0.1", "must be greater than or equal to 0", "-0.1", "default 0.99"),
     ("inner.weight_decay", "-1", "must be greater than or equal to 0", "-1", "default 0.1"),
     ("inner.clip_norm", "0", "must be greater than 0", "0", "default 1.0"),
     ("inner.clip_norm", "inf", "must be a finite number", "Infinity", "write a finite number"),
@@ -488,7 +488,7 @@ def test_the_schema_holds_bounds_choices_defaults_and_descriptions() -> None:
     schema = RunConfig.model_json_schema()
     sections = schema["$defs"]
     rate = sections["InnerConfig"]["properties"]["learning_rate"]
-    assert (rate["exclusiveMinimum"], rate["maximum"], rate["default"]) == (0, 1, 0.003)
+    assert (rate["exclusiveMinimum"], rate["maximum"], rate["default"]) == (0, 1, 0.004)
     assert sections["SyncConfig"]["properties"]["chunk_bytes"]["minimum"] == 4096
     assert sections["DataConfig"]["properties"]["held_out_fraction"]["exclusiveMaximum"] == 0.5
     assert sections["OuterConfig"]["properties"]["merge"]["enum"] == ["rda", "mean"]

@@ -354,7 +354,11 @@ def restored(state_of: Learner, model_seed: int = 99) -> Learner:
     anchors = [state_of.copy(p, next_push_steps=6).anchor for p in range(len(state_of.layouts))]
     fresh = a_learner(seed=model_seed)
     # Frozen weights are what the model's builder makes; here the seeds differ on purpose.
-    outside = {name: value for name, value in state_of.model.state_dict().items() if name.startswith("frozen")}
+    outside = {
+        name: value
+        for name, value in state_of.model.state_dict().items()
+        if name.startswith("frozen")
+    }
     fresh.model.load_state_dict(outside, strict=False)
     fresh.restore(state, anchors)
     return fresh

@@ -40,7 +40,9 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     first = runs.train(runs.tiny_config(tmp_path, FAULT, store="memory://same-1"))
     second = runs.train(runs.tiny_config(tmp_path, FAULT, store="memory://same-2"))
     assert final_state(first).keys() == final_state(second).keys()
-    different = {name for name, data in final_state(first).items() if final_state(second)[name] != data}
+    different = {
+        name for name, data in final_state(first).items() if final_state(second)[name] != data
+    }
     # Only what names the store, and what chains on it, may differ; every array must be equal.
     assert not [name for name in different if name.startswith("payloads/")]
 
@@ -48,7 +50,9 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_another_seed_gives_another_model(tmp_path: Path) -> None:
     first = runs.train(runs.tiny_config(tmp_path, store="memory://seed-0"))
     other = runs.train(runs.tiny_config(tmp_path, "seed=1", store="memory://seed-1"))
-    values = [records.read_public(run.store, records.find_head(run.store, 0)[0]) for run in (first, other)]
+    values = [
+        records.read_public(run.store, records.find_head(run.store, 0)[0]) for run in (first, other)
+    ]
     assert (values[0] != values[1]).any()
 
 
@@ -84,7 +88,9 @@ def test_a_run_killed_at_any_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     config = runs.tiny_config(tmp_path, FAULT.replace("13", "7"), *SMALL, store="memory://killed")
     driver = runs.start(config)
     remains: list[dict[str, bytes]] = []
-    driver.watch = lambda beat: remains.append(final_state(driver.run)) if beat.what == "step" else None
+    driver.watch = lambda beat: (
+        remains.append(final_state(driver.run)) if beat.what == "step" else None
+    )
     expected = final_state(runs.finish(driver))
     assert len(remains) > 35
     for step, left_behind in enumerate(remains, start=1):
@@ -103,7 +109,9 @@ def test_a_run_killed_twice_in_one_place_still_resumes(tmp_path: Path) -> None:
     for layout in whole.layouts:
         heads = [records.find_head(run.store, layout.index)[0] for run in (whole, again)]
         assert heads[0].version == heads[1].version
-        assert (records.read_public(whole.store, heads[0]) == records.read_public(again.store, heads[1])).all()
+        assert (
+            records.read_public(whole.store, heads[0]) == records.read_public(again.store, heads[1])
+        ).all()
     require_balance(again)
 
 
@@ -138,7 +146,9 @@ def test_a_learner_that_never_returns_is_written_off_and_the_run_ends(tmp_path: 
     assert seen["north"].tokens < run.own_tokens("north")
 
 
-def test_a_learner_that_dies_before_its_first_record_leaves_an_empty_account(tmp_path: Path) -> None:
+def test_a_learner_that_dies_before_its_first_record_leaves_an_empty_account(
+    tmp_path: Path,
+) -> None:
     run = runs.train(runs.tiny_config(tmp_path, 'local.faults=[{island="north", step=1}]'))
     require_balance(run)
     found = verify(run.store_url, run.run_id)
@@ -147,7 +157,9 @@ def test_a_learner_that_dies_before_its_first_record_leaves_an_empty_account(tmp
 
 def test_one_island_alone_trains_and_merges(tmp_path: Path) -> None:
     """A single participant moves the model: nothing waits for peers, nothing is merged with zeros."""
-    text = runs.TINY[: runs.TINY.index("[[islands]]")] + '[[islands]]\nname = "solo"\nbatch_size = 2\n'
+    text = (
+        runs.TINY[: runs.TINY.index("[[islands]]")] + '[[islands]]\nname = "solo"\nbatch_size = 2\n'
+    )
     run = runs.train(runs.tiny_config(tmp_path, text=text))
     require_balance(run)
     assert records.find_head(run.store, 0)[0].version > 3
@@ -155,8 +167,16 @@ def test_one_island_alone_trains_and_merges(tmp_path: Path) -> None:
 
 
 def test_islands_in_phase_without_delay_lose_nothing(tmp_path: Path) -> None:
-    plain = ("islands.north.speed=1.0", "islands.north.push_delay_steps=0", "islands.west.start_steps=0")
-    more = ("islands.east.push_delay_steps=0", "islands.east.fetch_delay_steps=0", "islands.west.fetch_delay_steps=0")
+    plain = (
+        "islands.north.speed=1.0",
+        "islands.north.push_delay_steps=0",
+        "islands.west.start_steps=0",
+    )
+    more = (
+        "islands.east.push_delay_steps=0",
+        "islands.east.fetch_delay_steps=0",
+        "islands.west.fetch_delay_steps=0",
+    )
     run = runs.train(runs.tiny_config(tmp_path, *plain, *more))
     require_balance(run)
     assert status(run).merged_share == 1.0
@@ -171,7 +191,12 @@ def test_a_learner_five_times_slower_contributes_all_the_same(tmp_path: Path) ->
 
 
 def test_a_learner_behind_a_slow_link_is_merged_late_and_discounted(tmp_path: Path) -> None:
-    config = runs.tiny_config(tmp_path, "islands.north.push_delay_steps=5", "islands.north.fetch_delay_steps=5", 'retention="all"')
+    config = runs.tiny_config(
+        tmp_path,
+        "islands.north.push_delay_steps=5",
+        "islands.north.fetch_delay_steps=5",
+        'retention="all"',
+    )
     run = runs.train(config)
     require_balance(run)
     staleness = set()
@@ -257,7 +282,9 @@ def _to_the_first(driver: Driver, kind: Kind, after: float) -> None:
         driver.advance()
 
 
-def _die_at_every_operation(tmp_path: Path, kind: Kind, after: float, check: Callable[[Run], None]) -> int:
+def _die_at_every_operation(
+    tmp_path: Path, kind: Kind, after: float, check: Callable[[Run], None]
+) -> int:
     """Kill the process at the n-th store operation of one event, for every n; return how many there were."""
     n = 0
     while True:
@@ -278,7 +305,8 @@ def _die_at_every_operation(tmp_path: Path, kind: Kind, after: float, check: Cal
 
 
 @pytest.mark.parametrize(
-    ("kind", "after"), [(Kind.MERGE, 10.0), (Kind.PUSH_LANDS, 10.0), (Kind.SAVE, 7.0), (Kind.RETURN, 0.0)]
+    ("kind", "after"),
+    [(Kind.MERGE, 10.0), (Kind.PUSH_LANDS, 10.0), (Kind.SAVE, 7.0), (Kind.RETURN, 0.0)],
 )
 def test_a_writer_killed_at_its_nth_operation_leaves_the_old_world_or_the_new(
     tmp_path: Path, kind: Kind, after: float
@@ -290,7 +318,9 @@ def test_a_writer_killed_at_its_nth_operation_leaves_the_old_world_or_the_new(
         found = verify(run.store_url, run.run_id)
         assert found.problems == []
         assert all(row.imbalance == 0 for row in found.rows)
-        heads.add(tuple(records.find_head(run.store, layout.index)[0].version for layout in run.layouts))
+        heads.add(
+            tuple(records.find_head(run.store, layout.index)[0].version for layout in run.layouts)
+        )
         require_balance(runs.finish(runs.reopen(run)))
 
     assert _die_at_every_operation(tmp_path, kind, after, check) > 3

@@ -321,6 +321,18 @@ def test_the_fold_of_nobody_or_of_no_weight_is_refused() -> None:
         folded(layout, [vector(1, 2)] * 2, [0, 0], 1)
 
 
+def test_a_norm_too_small_for_any_float32_vector_is_no_division_by_nothing() -> None:
+    layout = FragmentLayout(0, (TensorSpec("t", (4,), 0, "rda"),))
+    folded = fold(
+        layout,
+        lambda i, start, stop: np.zeros(stop - start, np.float32),
+        weights=[1.0],
+        norms=[[1e-310]],
+        chunk_elements=4,
+    )
+    assert (folded.delta == 0).all()
+
+
 def test_another_number_of_norms_than_tensors_is_refused() -> None:
     layout = layout_of((1, "rda"), (1, "rda"))
     for norms in ([[1.0]], [[1.0, 1.0]] * 2):

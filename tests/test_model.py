@@ -36,7 +36,7 @@ def test_the_number_of_parameters_is_the_hand_computed_one() -> None:
 def test_an_untrained_model_is_about_as_good_as_guessing(tied: bool) -> None:
     model = build_model(ModelShape(tied=tied), 0)
     value = loss(model, random_batch(8, 65)).item()
-    # A normalised stream against rows of unit length gives logits of variance 1, half of which is the excess over ln 256.
+    # A normalised stream against rows of unit length gives logits of variance 1; half of it is the excess over ln 256.
     # Tied, a byte's own row stands out by width**0.5 = 8 where the stream still is that row.
     assert math.log(256) < value < math.log(256) + (2.5 if tied else 0.7)
 
@@ -76,7 +76,9 @@ def test_weights_start_at_the_scale_that_keeps_activations() -> None:
     # 1 / sqrt(inputs); what is added to the stream, a further 1 / sqrt(2 * 2 layers) smaller.
     assert weights["token_embedding"].std().item() == pytest.approx(128**-0.5, rel=0.03)
     assert weights["blocks.0.qkv"].std().item() == pytest.approx(128**-0.5, rel=0.03)
-    assert weights["blocks.1.attention_out"].std().item() == pytest.approx(0.5 * 128**-0.5, rel=0.03)
+    assert weights["blocks.1.attention_out"].std().item() == pytest.approx(
+        0.5 * 128**-0.5, rel=0.03
+    )
     assert weights["blocks.1.mlp_out"].std().item() == pytest.approx(0.5 * 512**-0.5, rel=0.03)
 
 

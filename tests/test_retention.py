@@ -73,7 +73,39 @@ def test_a_contribution_too_old_to_ever_count_goes(base: int, is_old: bool) -> N
     key = names.parse_contribution(name)
     assert key is not None
     assert is_settled(key, facts()) is is_old
-    assert collectable([name], facts()) == ([name] if is_old else [])
+    assert collectable([name, saved(51)], facts()) == ([name] if is_old else [])
+
+
+def test_a_learners_newest_contribution_stays_until_a_checkpoint_follows_it() -> None:
+    """Its account is what the learner's next incarnation begins from: forgotten, its work would be merged twice."""
+    known = facts(settled=({"east": Position(0, 40)}, {}))
+    older, newest = push(6, 30), push(8, 40)
+    for before in ([], [saved(39)]):
+        assert collectable([*before, older, newest, payload(newest)], known) == [older]
+    assert collectable([saved(40), older, newest, payload(newest)], known) == [
+        older,
+        newest,
+        payload(newest),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        push(0, 6, fragment=99),
+        payload(push(0, 6, fragment=99)),
+        "versions/f0099/v00000000.json",
+        "payloads/versions/f0099/v00000000/a-1/params/c/0",
+        "advisories/f0000/x.json",
+        "advisories/f0099/0-0.json",
+        "advisories/x.json",
+        "snapshots/x.json",
+        "checkpoints/east/x.json",
+        "driver/x.json",
+    ],
+)
+def test_a_name_that_no_rule_knows_stays(name: str) -> None:
+    assert collectable([name], facts()) == []
 
 
 # --- attempts

@@ -22,8 +22,15 @@ def test_each_name_has_one_place() -> None:
     store.create("run.json", b"r")
     assert other.list_names("") == ["checkpoints/west/0-1.json"]
     assert main.list_names("") == ["checkpoints/westend/0-1.json", "run.json"]
-    assert store.list_names("") == ["checkpoints/west/0-1.json", "checkpoints/westend/0-1.json", "run.json"]
-    assert store.list_names("checkpoints/") == ["checkpoints/west/0-1.json", "checkpoints/westend/0-1.json"]
+    assert store.list_names("") == [
+        "checkpoints/west/0-1.json",
+        "checkpoints/westend/0-1.json",
+        "run.json",
+    ]
+    assert store.list_names("checkpoints/") == [
+        "checkpoints/west/0-1.json",
+        "checkpoints/westend/0-1.json",
+    ]
     assert store.list_names("checkpoints/west/") == ["checkpoints/west/0-1.json"]
     assert store.list_names("inbox/") == []
     assert store.read("checkpoints/west/0-1.json") == b"w"
@@ -51,7 +58,9 @@ def test_an_island_keeps_its_checkpoints_in_a_store_of_its_own(tmp_path: Path) -
     assert any(name.startswith("checkpoints/north/") for name in elsewhere)
     assert not open_store(run.store_url).within(run.run_id).list_names("checkpoints/north/")
     open_store(own).within(run.run_id).delete(elsewhere[0])
-    assert [problem.name for problem in verify(run.store_url, run.run_id).problems] == [elsewhere[0]]
+    assert [problem.name for problem in verify(run.store_url, run.run_id).problems] == [
+        elsewhere[0]
+    ]
 
 
 def test_a_store_for_checkpoints_that_cannot_be_opened_is_refused_first(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ Also what one synchronizer does with contributions that break a rule, arrive twi
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from infra.store import Store
 from islands import names
 from islands.contributions import Contribution
 from islands.types import Position, VersionTaken
-from tasks import records
+from tasks import history, records
 from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.merging import Synchronizer
@@ -38,7 +40,9 @@ class Turns:
 
     def wait(self, who: str) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._segments or self._segments[0][0] == who, timeout=30)
+            self._changed.wait_for(
+                lambda: not self._segments or self._segments[0][0] == who, timeout=30
+            )
             if not self._segments:
                 return
             left = self._segments[0][1] - 1
@@ -116,7 +120,9 @@ def attempts(who: str) -> Callable[[], str]:
     return lambda: f"a-{who}{next(numbers)}"
 
 
-def poll_both(run: Run, segments: Iterable[tuple[str, float]], *, only_creates: bool = False) -> list[Taking]:
+def poll_both(
+    run: Run, segments: Iterable[tuple[str, float]], *, only_creates: bool = False
+) -> list[Taking]:
     """Let two synchronizers each poll once, their operations in the given order; return their stores."""
     turns = Turns(segments)
     stores = [Taking(run.store, turns, who, only_creates=only_creates) for who in "xy"]
@@ -146,7 +152,14 @@ def heads(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:
         head, _ = records.find_head(run.store, layout.index)
         reader = ArrayReader(run.store, head.payload)
         merged = {name: tally.merged for name, tally in head.tallies.items()}
-        found.append((head.version, reader.read("params").tobytes(), reader.read("momentum").tobytes(), merged))
+        found.append(
+            (
+                head.version,
+                reader.read("params").tobytes(),
+                reader.read("momentum").tobytes(),
+                merged,
+            )
+        )
     return found
 
 
@@ -206,7 +219,10 @@ def pending(run: Run) -> Contribution:
     for name in run.store.list_names("inbox/f0000/"):
         found = records.read_contribution(run.store, name)
         assert found is not None
-        if found[0].base_version == head.version and found[0].stop > head.tallies[found[0].learner].consumed_to:
+        if (
+            found[0].base_version == head.version
+            and found[0].stop > head.tallies[found[0].learner].consumed_to
+        ):
             return found[0]
     raise AssertionError("nothing pending")
 
@@ -249,6 +265,75 @@ def test_a_contribution_that_breaks_a_rule_is_refused_by_name_and_the_others_mer
     assert refusals(run) == {bad.name: reason}
     assert good.learner in {entry.learner for entry in head.consumed}
     assert head.tallies[good.learner].refused[reason][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("fragment",), "0"),
+        (("base_version",), "1"),
+        (("stop", 0), "0"),
+        (("norms", 0), "x"),
+        (("norms", 0), 10**400),
+        (("step_seconds",), "x"),
+        (("num_tokens",), []),
+        (("learner",), 5),
+        (("payload", "objects", 0, 0), []),
+        (("payload", "objects", 0, 2), "x"),
+        (("payload", "arrays", 0, 1), "float128"),
+        (("payload", "arrays", 0, 3), 2**70),
+        (("record", "position", 0), "x"),
+        (("record", "clocks", 0, "offered"), "x"),
+    ],
+)
+def test_a_sealed_header_of_wrong_types_is_a_verdict_and_no_crash(
+    tmp_path: Path, place: tuple[str | int, ...], value: object
+) -> None:
+    driver = until_due(tmp_path, f"memory://types-{'-'.join(map(str, place))}-{len(str(value))}")
+    run = driver.run
+    good = pending(run)
+    bad = replace(good, stop=Position(good.stop.incarnation, good.stop.step + 1))
+    body = json.loads(json.dumps(bad.to_json()))
+    inner = body
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    records.write(run.store, bad.name, body)
+    poll(run)
+    assert refusals(run) == {bad.name: "damaged"}
+    history.last_link(run, good.learner)
+    assert bad.name in {problem.name for problem in verify(run.store_url, run.run_id).problems}
+
+
+def test_a_learner_that_leaves_while_its_inbox_is_read_is_merged_before_the_end(
+    tmp_path: Path,
+) -> None:
+    """Its last push and its farewell land after the synchronizer has listed the inbox: the run is not settled yet."""
+    driver = runs.start(runs.tiny_config(tmp_path, *SMALL, store="memory://late-farewell"))
+    run = driver.run
+    while not any(event.kind is Kind.LEAVE for event in driver.events):
+        driver.advance()
+    while len(records.departed(run.store)) != 2:
+        driver.advance()
+    staying = next(
+        iter({island.name for island in run.config.islands} - records.departed(run.store))
+    )
+
+    class LateFarewell:
+        """The run's store; the last island's farewell appears right after the last inbox was listed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(run.store, name)
+
+        def list_names(self, prefix: str) -> list[str]:
+            found = run.store.list_names(prefix)
+            if prefix == "inbox/f0001/":
+                history.write_off(run, staying)
+            return found
+
+    synchronizer = Synchronizer(replace(run, store=LateFarewell()), attempts("z"))
+    assert not synchronizer.poll(now=1e9).is_settled
+    assert synchronizer.poll(now=1e9).is_settled
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
@@ -298,7 +383,9 @@ def test_a_damaged_header_is_left_out_and_named(tmp_path: Path) -> None:
 
 def test_a_round_that_can_commit_nothing_leaves_a_note(tmp_path: Path) -> None:
     """A single island whose only contribution is damaged: no version, an advisory, and the next one merges."""
-    text = runs.TINY[: runs.TINY.index("[[islands]]")] + '[[islands]]\nname = "solo"\nbatch_size = 2\n'
+    text = (
+        runs.TINY[: runs.TINY.index("[[islands]]")] + '[[islands]]\nname = "solo"\nbatch_size = 2\n'
+    )
     driver = runs.start(runs.tiny_config(tmp_path, *SMALL, store="memory://advisory", text=text))
     while not driver.run.store.list_names("inbox/f0000/"):
         driver.advance()
@@ -328,15 +415,23 @@ def test_the_same_header_twice_is_one_contribution(tmp_path: Path) -> None:
 
 
 def test_a_predecessors_work_is_fenced_unless_its_successor_listed_it(tmp_path: Path) -> None:
-    from tasks import history
-
     driver = until_due(tmp_path, "memory://fenced")
     run = driver.run
     good = pending(run)
     history.register(run, good.learner, attempts("s"))
-    zombie = replace(good, stop=Position(good.stop.incarnation, good.stop.step + 1))
+    stop = Position(good.stop.incarnation, good.stop.step + 1)
+    clocks = tuple(
+        replace(clock, open_tokens=clock.open_tokens + 32) for clock in good.record.clocks
+    )
+    record = replace(good.record, position=stop, trained=good.record.trained + 32, clocks=clocks)
+    zombie = replace(good, stop=stop, record=record)
     records.write(run.store, zombie.name, zombie.to_json())
     poll(run)
     head, _ = records.find_head(run.store, 0)
     assert refusals(run) == {zombie.name: "fenced"}
     assert good.name in {entry.name for entry in head.consumed}
+    position = Position(good.stop.incarnation + 1, good.record.position.step)
+    returned = replace(good, stop=position, record=replace(good.record, position=position))
+    records.write(run.store, returned.name, returned.to_json())
+    # The successor's account has fewer tokens than the zombie's: another chain, not a shrunk one.
+    assert verify(run.store_url, run.run_id).problems == []

@@ -79,7 +79,9 @@ class Scalars(nn.Module):
         return 2.0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
 
 
-def run_scalars(folder: Path, text: str, num_layers: int = 2) -> tuple[Driver, dict[str, dict[int, list[float]]]]:
+def run_scalars(
+    folder: Path, text: str, num_layers: int = 2
+) -> tuple[Driver, dict[str, dict[int, list[float]]]]:
     """Train scalars to the end; return the driver and, per replica, step -> local values before the next step."""
     config = tiny_config(folder, text=text)
     prepared = creating.prepare_run(config, "r", model=Scalars(num_layers))
@@ -117,7 +119,9 @@ def run_scalars(folder: Path, text: str, num_layers: int = 2) -> tuple[Driver, d
 def published(driver: Driver, fragment: int) -> list[float]:
     """Return the fragment's published value, version after version."""
     head, _ = records.find_head(driver.run.store, fragment)
-    commits = [records.require_commit(driver.run.store, fragment, v)[0] for v in range(head.version + 1)]
+    commits = [
+        records.require_commit(driver.run.store, fragment, v)[0] for v in range(head.version + 1)
+    ]
     return [float(records.read_public(driver.run.store, commit)[0]) for commit in commits]
 
 
@@ -138,9 +142,13 @@ def test_six_update_tables_are_met_exactly(
         assert published(driver, p)[1 : 4 - p] == list(shared[p::2])
 
 
-def test_a_replica_that_dies_and_returns_leaves_the_published_values_as_they_were(tmp_path: Path) -> None:
+def test_a_replica_that_dies_and_returns_leaves_the_published_values_as_they_were(
+    tmp_path: Path,
+) -> None:
     fault = 'faults = [{ island = "replica-1", step = 6, return_after_steps = 4 }]'
-    driver, history = run_scalars(tmp_path, 'retention = "all"\n' + streaming(21 * 16 * 2, 0, 0.0, fault))
+    driver, history = run_scalars(
+        tmp_path, 'retention = "all"\n' + streaming(21 * 16 * 2, 0, 0.0, fault)
+    )
     assert published(driver, 0)[:5] == [1, -11, -35, -59, -83]
     assert published(driver, 1)[:4] == [1, -23, -47, -71]
     rows = [history["replica-0"][step][0 if step % 2 else 1] for step in range(3, 22, 3)]
@@ -151,7 +159,9 @@ def test_a_replica_that_dies_and_returns_leaves_the_published_values_as_they_wer
 @pytest.mark.parametrize("number", range(6))
 def test_every_row_of_the_fixture_files_is_met(tmp_path: Path, number: int) -> None:
     overlap, alpha, _, _ = TABLES[number]
-    driver, history = run_scalars(tmp_path, 'retention = "all"\n' + streaming(15 * 16 * 2, overlap, alpha))
+    driver, history = run_scalars(
+        tmp_path, 'retention = "all"\n' + streaming(15 * 16 * 2, overlap, alpha)
+    )
     for replica, ours in zip(_fixture(f"mocked_updates_{number}"), history.values(), strict=True):
         _compare(replica, ours, driver)
 
@@ -159,7 +169,9 @@ def test_every_row_of_the_fixture_files_is_met(tmp_path: Path, number: int) -> N
 @pytest.mark.skipif(not FIXTURES.is_dir(), reason="torchft's own files are not here")
 def test_the_survivors_rows_of_the_recovery_file_are_met(tmp_path: Path) -> None:
     fault = 'faults = [{ island = "replica-1", step = 6, return_after_steps = 4 }]'
-    driver, history = run_scalars(tmp_path, 'retention = "all"\n' + streaming(21 * 16 * 2, 0, 0.0, fault))
+    driver, history = run_scalars(
+        tmp_path, 'retention = "all"\n' + streaming(21 * 16 * 2, 0, 0.0, fault)
+    )
     _compare(_fixture("mocked_failure_recovery_0")[0], history["replica-0"], driver)
 
 
@@ -169,9 +181,14 @@ def _fixture(name: str) -> list[dict[str, dict[str, dict[str, list[list[float]]]
 
 
 def _compare(
-    expected: dict[str, dict[str, dict[str, list[list[float]]]]], ours: dict[int, list[float]], driver: Driver
+    expected: dict[str, dict[str, dict[str, list[list[float]]]]],
+    ours: dict[int, list[float]],
+    driver: Driver,
 ) -> None:
-    local = {int(step): [row[layer][0][0] for layer in LAYERS] for step, row in expected["history"].items()}
+    local = {
+        int(step): [row[layer][0][0] for layer in LAYERS]
+        for step, row in expected["history"].items()
+    }
     assert ours == local
     for step, row in expected["global_parameter_history"].items():
         for p, layer in enumerate(LAYERS):

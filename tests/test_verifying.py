@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same, with everything kept."""
     folder = tmp_path_factory.mktemp("replay")
-    return runs.train(runs.tiny_config(folder, *SMALL, 'retention="all"', store="memory://verify-all"))
+    return runs.train(
+        runs.tiny_config(folder, *SMALL, 'retention="all"', store="memory://verify-all")
+    )
 
 
 def problems(run: Run) -> set[str]:
@@ -123,8 +124,12 @@ def test_a_replay_finds_a_version_that_does_not_follow(kept: Run) -> None:
     name = names.version(0, head.version)
     original = kept.store.read(name)
     kept.store.delete(name)
-    records.write(kept.store, name, changed(head, learning_rate=head.learning_rate * 1.01).to_json())
+    records.write(
+        kept.store, name, changed(head, learning_rate=head.learning_rate * 1.01).to_json()
+    )
     found = verify(kept.store_url, kept.run_id)
     replay_into(kept, found, watch=lambda done: None)
     replace(kept, name, original)
-    assert any(problem.name == name and "do not follow" in problem.text for problem in found.problems)
+    assert any(
+        problem.name == name and "do not follow" in problem.text for problem in found.problems
+    )
