@@ -327,14 +327,17 @@ def test_a_source_that_keeps_the_rule_is_left_alone(checker: Checker, sources: S
 
 MEASURE = """
 import sys, time, json
-started = time.perf_counter()
+started = time.process_time()
 import {module}
-print(json.dumps([time.perf_counter() - started, sorted({{name.split(".")[0] for name in sys.modules}})]))
+print(json.dumps([time.process_time() - started, sorted({{name.split(".")[0] for name in sys.modules}})]))
 """
 
 
 def import_problems(module: str, *, folder: Path, max_seconds: float) -> list[str]:
-    """Import the module in three fresh processes; say if torch came along or the best was too slow."""
+    """Import the module in three fresh processes; say if torch came along or the best was too slow.
+
+    Processor time: on a shared machine the clock on the wall measures the neighbours.
+    """
     runs = []
     for _ in range(3):
         command = [sys.executable, "-c", MEASURE.format(module=module)]
@@ -349,15 +352,12 @@ def import_problems(module: str, *, folder: Path, max_seconds: float) -> list[st
     return problems
 
 
-@pytest.mark.skipif(
-    not (ROOT / "tasks/merging.py").exists(), reason="tasks/merging.py is not there yet"
-)
 def test_the_synchronizers_path_imports_without_torch_and_fast() -> None:
     assert import_problems("tasks.merging", folder=ROOT, max_seconds=LONGEST_IMPORT_SECONDS) == []
 
 
 def test_an_import_that_loads_torch_or_is_slow_is_found(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import time\ntime.sleep(0.1)\n")
+    (tmp_path / "torch.py").write_text("sum(range(10_000_000))\n")
     (tmp_path / "heavy.py").write_text("import torch\n")
     problems = import_problems("heavy", folder=tmp_path, max_seconds=0.1)
     assert problems[0] == "importing heavy loads torch"

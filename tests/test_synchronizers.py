@@ -320,20 +320,27 @@ def test_a_learner_that_leaves_while_its_inbox_is_read_is_merged_before_the_end(
     )
 
     class LateFarewell:
-        """The run's store; the last island's farewell appears right after the last inbox was listed."""
+        """The run's store; once armed, the last island's farewell appears right after the last inbox was listed."""
+
+        is_armed = False
 
         def __getattr__(self, name: str) -> Any:
             return getattr(run.store, name)
 
         def list_names(self, prefix: str) -> list[str]:
             found = run.store.list_names(prefix)
-            if prefix == "inbox/f0001/":
+            if prefix == "inbox/f0001/" and self.is_armed:
                 history.write_off(run, staying)
             return found
 
-    synchronizer = Synchronizer(replace(run, store=LateFarewell()), attempts("z"))
-    assert not synchronizer.poll(now=1e9).is_settled
-    assert synchronizer.poll(now=1e9).is_settled
+    store = LateFarewell()
+    synchronizer = Synchronizer(replace(run, store=store), attempts("z"))
+    now = 0.0
+    while np.isfinite(synchronizer.poll(now=now).wait_seconds):
+        now += 1e6
+    store.is_armed = True
+    assert not synchronizer.poll(now=now).is_settled
+    assert synchronizer.poll(now=now).is_settled
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
