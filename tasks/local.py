@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from islands import names
 from islands.data import batch_at
 from islands.fragments import is_due, own_period
 from islands.learner import Learner
-from islands.types import Refused, VersionTaken
+from islands.types import Refused, StoreUnavailable, VersionTaken
 from tasks import exchanging, history
 from tasks.clockwork import Beat, Event, Kind, Seat, Watch
 from tasks.collecting import collect, finish
@@ -89,9 +90,17 @@ class Driver:
         heapq.heappush(self.events, Event(time, kind, self.num_events, island, numbers))
 
     def advance(self) -> bool:
-        """Let the next event happen; False once the run has ended."""
+        """Let the next event happen; False once the run has ended.
+
+        Raises:
+            StoreUnavailable: nothing can happen any more, though the run has not ended.
+        """
         if self.is_finished:
             return False
+        if all(event.kind is Kind.SAVE for event in self.events):
+            raise StoreUnavailable(
+                f"run {self.run.run_id} stands still at step {self.now:g}: nobody is left to act"
+            )
         event = heapq.heappop(self.events)
         self.now = event.time
         seat = self.seats.get(event.island)
@@ -287,11 +296,22 @@ class Driver:
             self.run, name, past.incarnation, past.last_digest, self.new_attempt
         )
         self.trained[name] = learner.trained
+        self._send_again(seat, learner)
         self._tell(
             seat,
             "starts" if past.incarnation == 0 else f"comes back as incarnation {past.incarnation}",
         )
         self.schedule(self.now, Kind.STEP_BEGINS, name)
+
+    def _send_again(self, seat: Seat, learner: Learner) -> None:
+        """Send what a predecessor had copied and lost under way: a blocking algorithm waits for it."""
+        for fragment in range(len(self.run.layouts)):
+            clock = learner.clock(fragment)
+            if clock.copied_at is None:
+                continue
+            key = names.ContributionKey(fragment, learner.name, clock.base_version, clock.copied_at)
+            if self.run.store.read(names.contribution(key)) is None:
+                self._send(seat, learner, fragment)
 
     def _prepare_to_leave(self, seat: Seat, learner: Learner) -> None:
         seat.status = "leaving"

@@ -13,7 +13,7 @@ from infra.store import Store
 from islands import names
 from islands.codecs import Encoded, decode
 from islands.contributions import Contribution, contribution_from_json
-from islands.ledger import LearnerRecord, record_from_json
+from islands.ledger import LearnerRecord
 from islands.merging import Vector
 from islands.sealing import digest_of, seal, unseal
 from islands.types import DamagedObject, Manifest, VersionTaken
@@ -92,11 +92,12 @@ def read_contribution(store: Store, name: str) -> tuple[Contribution, str] | Non
 def read_snapshots(store: Store) -> list[tuple[Snapshot, str]]:
     """Return the kept snapshots with their digests, oldest first."""
     found = []
-    for name in store.list_names("snapshots/"):
+    for number in sorted(numbers_in(store, "snapshots")):
+        name = names.snapshot(number)
         body = read(store, name)
         if body is not None:
             found.append((parsed(name, snapshot_from_json, body[0]), body[1]))
-    return sorted(found, key=lambda item: item[0].number)
+    return found
 
 
 def newest_incarnations(store: Store) -> dict[str, int]:
@@ -104,7 +105,7 @@ def newest_incarnations(store: Store) -> dict[str, int]:
     newest: dict[str, int] = {}
     for name in store.list_names("learners/"):
         number = names.number_of(name)
-        if number is not None:
+        if number is not None and name.count("/") == 2:
             learner = name.split("/")[1]
             newest[learner] = max(number, newest.get(learner, -1))
     return newest
@@ -112,21 +113,19 @@ def newest_incarnations(store: Store) -> dict[str, int]:
 
 def departed(store: Store) -> frozenset[str]:
     """Return the learners that have left for good."""
-    return frozenset(
-        name.split("/")[1] for name in store.list_names("learners/") if name.endswith("/left.json")
-    )
+    parts = [name.split("/") for name in store.list_names("learners/")]
+    return frozenset(part[1] for part in parts if len(part) == 3 and part[2] == "left.json")
+
+
+def numbers_in(store: Store, folder: str) -> list[int]:
+    """Return the numbers n of the objects `folder/n.json`; anything else there is none of ours."""
+    ours = (name for name in store.list_names(f"{folder}/") if name.rpartition("/")[0] == folder)
+    return [number for name in ours if (number := names.number_of(name)) is not None]
 
 
 def next_number(store: Store, folder: str) -> int:
     """Return the next free number of a folder that counts from 0."""
-    numbers = [names.number_of(name) for name in store.list_names(f"{folder}/")]
-    return max((n for n in numbers if n is not None), default=-1) + 1
-
-
-def read_link(store: Store, name: str) -> tuple[LearnerRecord, str] | None:
-    """Return (learner's account, digest) from any record that carries one under "record"."""
-    found = read(store, name)
-    return None if found is None else (parsed(name, record_from_json, found[0]["record"]), found[1])
+    return max(numbers_in(store, folder), default=-1) + 1
 
 
 def read_public(store: Store, commit: Commit) -> Vector:

@@ -347,3 +347,17 @@ def test_creating_a_run_can_die_at_any_operation_and_is_repeated(tmp_path: Path)
             continue
         assert n > 3
         return
+
+
+@pytest.mark.parametrize("step", [7, 10, 13])
+def test_a_copy_lost_on_its_way_does_not_block_a_streaming_run(tmp_path: Path, step: int) -> None:
+    """A replica dies between copy and landing, with a checkpoint that says the copy was made."""
+    from tests.test_torchft import run_scalars, streaming
+
+    fault = f'faults = [{{ island = "replica-1", step = {step}, return_after_steps = 4 }}]'
+    text = streaming(15 * 16 * 2, 2, 0.0, fault).replace(
+        "batch_size = 1", "batch_size = 1\npush_delay_steps = 1.5"
+    )
+    driver, _ = run_scalars(tmp_path, text)
+    assert verify(driver.run.store_url, driver.run.run_id).problems == []
+    assert records.find_head(driver.run.store, 0)[0].version >= 2
