@@ -173,6 +173,10 @@ class Lineage:
     is_finished: bool = False
 
 
+# Far beyond any training, and far enough from float32's end (3e38) for every sum an outer step makes.
+LARGEST_NORM = 1e18
+
+
 def judge(offer: Contribution, lineage: Lineage) -> str | None:
     """Return why a contribution may not be merged, or None if it may.
 
@@ -202,17 +206,26 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
         "stale": head - base > lineage.max_staleness,
         "lineage": base <= head and lineage.digests.get(base) != offer.base_digest,
         "overlap": offer.start < tally.consumed_to or offer.offered_before < tally.offered,
-        "outsized": offer.norm > lineage.norm_limit,
+        "outsized": offer.norm > min(lineage.norm_limit, LARGEST_NORM),
     }
     return next((reason for reason, is_broken in broken.items() if is_broken), None)
 
 
 def has_sound_counts(offer: Contribution) -> bool:
-    """Say whether the counts are whole numbers in range; a header may hold NaN, or a number no float can."""
+    """Say whether the counts are whole numbers in range, and what the learner's own account says it has offered.
+
+    A header may hold NaN, or a number no float can; a mark set too high would shut the learner out for good.
+    """
     return (
         all(_is_count(getattr(offer, key)) for key in _COUNTS)
         and min(offer.num_tokens, offer.num_steps) > 0
+        and offer.offered_before + offer.num_tokens <= _all_offered(offer)
     )
+
+
+def _all_offered(offer: Contribution) -> int:
+    clocks = offer.record.clocks
+    return clocks[offer.fragment].all_offered if offer.fragment < len(clocks) else -1
 
 
 def _is_count(value: float) -> bool:

@@ -51,6 +51,7 @@ class Seat:
 
     `status`: "waiting" (not started, or dead and coming back), "training", "leaving", "left". `outbox`: fragment ->
     copy under way. `arrived`: fragment -> newest version at hand. `struck`: scripted faults that have happened.
+    `num_breaks`: how often in a row its numbers broke before a push succeeded.
     """
 
     island: IslandConfig
@@ -63,6 +64,7 @@ class Seat:
     arrived: dict[int, int] = field(default_factory=dict)
     struck: set[int] = field(default_factory=set)
     is_blocked: bool = False
+    num_breaks: int = 0
 
     @property
     def step_time(self) -> float:

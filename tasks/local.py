@@ -35,6 +35,9 @@ from tasks.local_state import write_state
 from tasks.merging import Synchronizer
 from tasks.runs import Run, read_shard
 
+# Restarts of a learner whose numbers break, without one successful push between them.
+MOST_BREAKS = 3
+
 
 class Driver:
     """One run on the virtual clock. `advance` until it returns False.
@@ -214,8 +217,9 @@ class Driver:
             # again from its newest checkpoint, which is healthy by rule.
             self._tell(seat, f"push refused ({exc.reason})")
             if exc.reason == "non-finite":
-                self._die(seat, 0.0)
+                self._break(seat)
             return
+        seat.num_breaks = 0
         self.schedule(self.now, Kind.MERGE)
 
     def _merge(self) -> None:
@@ -263,6 +267,11 @@ class Driver:
                 self._die(seat, fault.return_after_steps)
                 return True
         return False
+
+    def _break(self, seat: Seat) -> None:
+        """Start a learner again whose numbers broke; one that breaks again and again is given up."""
+        seat.num_breaks += 1
+        self._die(seat, 0.0 if seat.num_breaks <= MOST_BREAKS else None)
 
     def _die(self, seat: Seat, return_after: float | None) -> None:
         seat.learner, seat.exchange, seat.status, seat.is_blocked = None, None, "waiting", False
@@ -348,7 +357,7 @@ class Driver:
                 seat.exchange.save(seat.learner)
             except Refused as exc:
                 self._tell(seat, f"checkpoint refused ({exc.reason})")
-                self._die(seat, 0.0)
+                self._break(seat)
         write_state(self)
         collect(self.run)
 

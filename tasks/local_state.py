@@ -109,6 +109,7 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
         "arrived": sorted(seat.arrived.items()),
         "struck": sorted(seat.struck),
         "is_blocked": seat.is_blocked,
+        "num_breaks": seat.num_breaks,
         "checkpoint": None,
     }
     if seat.learner is not None and seat.exchange is not None:
@@ -140,6 +141,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
     seat.status, seat.is_blocked = body["status"], body["is_blocked"]
     seat.arrived = dict(body["arrived"])
     seat.struck = set(body["struck"])
+    seat.num_breaks = body["num_breaks"]
     if body["checkpoint"] is None:
         return
     saved = exchanging.read_checkpoint(run, body["checkpoint"])

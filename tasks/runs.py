@@ -29,7 +29,14 @@ from islands.config import (
 )
 from islands.data import require_enough
 from islands.schedule import own_share
-from islands.types import ConfigError, FragmentLayout, Manifest, is_plain_name, manifest_from_json
+from islands.types import (
+    ConfigError,
+    DamagedObject,
+    FragmentLayout,
+    Manifest,
+    is_plain_name,
+    manifest_from_json,
+)
 from islands.versions import layouts_from_json
 from tasks import records
 
@@ -93,16 +100,18 @@ def open_run(store_url: str, run_id: str) -> Run:
             f"run must exist in {store_url}, got {run_id!r}; `diloco runs --store {store_url}` lists them"
         )
     facts, digest = found
-    config = config_from_json(json.dumps(facts["config"]), source=names.RUN)
-    for change in _changes(store):
-        config = config_from_json(json.dumps(change), source="changes/")
+    config = _config_of(names.RUN, facts.get("config"))
+    for name, change in _changes(store):
+        config = _config_of(name, change)
     return Run(
         store_url=store_url,
         run_id=run_id,
         store=route(open_store(store_url, durable=config.durable).within(run_id), config, run_id),
         config=config,
-        layouts=layouts_from_json(facts["layouts"]),
-        data=manifest_from_json(facts["data"]["payload"]),
+        layouts=records.parsed(names.RUN, lambda body: layouts_from_json(body["layouts"]), facts),
+        data=records.parsed(
+            names.RUN, lambda body: manifest_from_json(body["data"]["payload"]), facts
+        ),
         digest=digest,
         facts=facts,
     )
@@ -202,9 +211,19 @@ def require_plain(run_id: str) -> str:
     return run_id
 
 
-def _changes(store: Store) -> list[dict[str, Any]]:
-    ordered = sorted(store.list_names("changes/"), key=lambda name: names.number_of(name) or 0)
-    return [records.require(store, name)[0] for name in ordered]
+def _changes(store: Store) -> list[tuple[str, dict[str, Any]]]:
+    ordered = [
+        names.numbered("changes", number) for number in sorted(records.numbers_in(store, "changes"))
+    ]
+    return [(name, records.require(store, name)[0]) for name in ordered]
+
+
+def _config_of(name: str, body: Any) -> RunConfig:
+    """Return the configuration a record holds; one that breaks a rule is damage, nobody can have written it."""
+    try:
+        return config_from_json(json.dumps(body), source=name)
+    except ConfigError as exc:
+        raise DamagedObject(name, f"holds no configuration: {exc}") from exc
 
 
 def _is_run(name: str, suffix: str) -> bool:

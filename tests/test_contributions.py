@@ -57,7 +57,9 @@ OFFER = Contribution(
     layout="layout",
     codec="bfloat16",
     payload=PAYLOAD,
-    record=LearnerRecord("east", Position(1, 40), 623, 80, (CLOCK,), "before"),
+    record=LearnerRecord(
+        "east", Position(1, 40), 623, 80, (replace(CLOCK, offered=2**60),) * 4, "before"
+    ),
 )
 LINEAGE = Lineage(
     head_version=8,
@@ -153,9 +155,19 @@ def test_at_the_limits_a_contribution_may_still_be_merged() -> None:
     assert judge(replace(OFFER, norms=(0.0, 0.0)), LINEAGE) is None
 
 
-def test_without_a_known_norm_no_finite_delta_is_outsized() -> None:
+def test_without_a_known_norm_only_what_would_overflow_is_outsized() -> None:
     lineage = replace(LINEAGE, norm_limit=math.inf)
-    assert judge(replace(OFFER, norms=(1e154, 1e154)), lineage) is None
+    assert judge(replace(OFFER, norms=(1e17, 1e17)), lineage) is None
+    assert judge(replace(OFFER, norms=(1e154, 1e154)), lineage) == "outsized"
+
+
+def test_a_mark_beyond_what_the_learner_says_it_offered_is_no_count() -> None:
+    """Merged, it would shut the learner out: every later interval would begin before the mark."""
+    said = OFFER.offered_before + OFFER.num_tokens
+    honest = replace(CLOCK, offered=said - CLOCK.copied_tokens)
+    for clock, verdict in ((honest, None), (replace(honest, offered=honest.offered - 1), "tokens")):
+        record = replace(OFFER.record, clocks=(clock,) * 4)
+        assert judge(replace(OFFER, record=record), LINEAGE) == verdict
 
 
 def test_a_listed_contribution_of_a_predecessor_is_not_fenced() -> None:

@@ -10,7 +10,7 @@ import pytest
 from infra.store import Store
 from tasks import records
 from tasks.clockwork import Kind
-from tasks.local import Driver
+from tasks.local import MOST_BREAKS, Driver
 from tasks.reporting import status
 from tasks.runs import Run
 from tasks.verifying import verify
@@ -80,6 +80,8 @@ def _kill_after_steps(driver: Driver, num_steps: int) -> None:
         runs.finish(driver)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_killed_at_any_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Every object of the resumed run, digests included, is what the uninterrupted run wrote.
 
@@ -236,6 +238,20 @@ def test_nan_is_refused_by_its_sender_and_never_reaches_a_version(tmp_path: Path
         assert bool((abs(records.read_public(driver.run.store, head)) < 1e6).all())
 
 
+def test_a_learner_that_breaks_again_and_again_is_given_up(tmp_path: Path) -> None:
+    driver = runs.start(runs.tiny_config(tmp_path))
+    while driver.advance():
+        learner = driver.seats["east"].learner
+        if learner is not None and learner.position.step >= 12:
+            next(iter(learner.model.parameters())).data.fill_(float("nan"))
+    require_balance(driver.run)
+    seen = {island.name: island for island in status(driver.run).islands}
+    assert (
+        len(driver.run.store.list_names("learners/east/")) == 1 + MOST_BREAKS + 1
+    )  # lives, and the farewell
+    assert seen["east"].tokens < driver.run.own_tokens("east")
+
+
 class Dying:
     """A store that lets `num_operations` operations through and dies at the next; reads count too."""
 
@@ -304,6 +320,8 @@ def _die_at_every_operation(
         return n
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "after"),
     [(Kind.MERGE, 10.0), (Kind.PUSH_LANDS, 10.0), (Kind.SAVE, 7.0), (Kind.RETURN, 0.0)],

@@ -163,6 +163,8 @@ def heads(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_synchronizers_interleaved_at_every_operation_make_one_version(tmp_path: Path) -> None:
     """Each is stopped after each of its operations while the other does all it can; then it wakes up and goes on."""
     driver = until_due(tmp_path, "memory://two-synchronizers")
@@ -185,6 +187,8 @@ def test_two_synchronizers_interleaved_at_every_operation_make_one_version(tmp_p
     assert num_stops > 40
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_synchronizers_stopped_between_any_two_writes_make_one_version(tmp_path: Path) -> None:
     """x stops after its i-th create, y after its j-th, then x goes on to its end, then y: all (i, j)."""
     driver = until_due(tmp_path, "memory://two-writers")
@@ -362,6 +366,23 @@ def test_poison_never_reaches_a_version(tmp_path: Path, value: float) -> None:
     assert refusals(run) == {name: "damaged"}
     assert np.isfinite(ArrayReader(run.store, head.payload).read("params")).all()
     assert np.isfinite(ArrayReader(run.store, head.payload).read("momentum")).all()
+
+
+def test_poison_with_an_honest_norm_is_outsized_from_the_first_version_on(tmp_path: Path) -> None:
+    from infra.arrays import write_arrays
+    from islands.merging import tensor_norms
+
+    driver = until_due(tmp_path, "memory://honest-poison")
+    run = driver.run
+    good = pending(run)
+    delta = np.full_like(ArrayReader(run.store, good.payload).read("delta"), 1e19)
+    stop = Position(good.stop.incarnation, good.stop.step + 1)
+    name = replace(good, stop=stop).name
+    payload = write_arrays(run.store, names.payload_folder(name, "a-poison"), {"delta": delta})
+    norms = tensor_norms(delta, run.layouts[0])
+    records.write(run.store, name, replace(good, stop=stop, payload=payload, norms=norms).to_json())
+    poll(run)
+    assert refusals(run) == {name: "outsized"}
 
 
 def test_a_damaged_payload_is_left_out_and_named(tmp_path: Path) -> None:

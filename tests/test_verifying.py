@@ -69,6 +69,8 @@ def test_each_object_that_is_deleted_is_named(finished: Run) -> None:
     assert problems(finished) == set()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_object_with_a_changed_byte_is_named(finished: Run) -> None:
     for name, data in runs.objects(finished).items():
         for place in places(len(data)):
@@ -80,6 +82,8 @@ def test_each_object_with_a_changed_byte_is_named(finished: Run) -> None:
     assert problems(finished) == set()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_object_that_is_cut_or_grown_is_named(finished: Run) -> None:
     for name, data in runs.objects(finished).items():
         for other in (b"", data[:-1], data + b"\0"):
