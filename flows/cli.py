@@ -311,6 +311,7 @@ def bench(
 
 def main() -> None:
     """Run the command line and exit."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by the caller: `>&-`
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # text may hold what the terminal's encoding cannot
             stream.reconfigure(errors="backslashreplace")

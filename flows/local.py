@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from islands.config import RunConfig
+from islands.types import VersionTaken
 from tasks import building, creating, evaluating
 from tasks.clockwork import Beat
 from tasks.local import Driver
@@ -59,8 +60,15 @@ def _driver(run: Run, watch: Watch) -> Driver:
 
 
 def _advance(driver: Driver, is_stopped: Callable[[], bool]) -> Outcome:
-    while driver.advance():
-        if is_stopped():
-            driver.save(reschedule=False)
-            return Outcome(driver.run, False, None)
+    try:
+        while driver.advance():
+            if is_stopped():
+                driver.save(reschedule=False)
+                return Outcome(driver.run, False, None)
+    except VersionTaken as exc:
+        run_id = driver.run.run_id
+        raise VersionTaken(
+            f"a run must have one writer, but another process seems to be writing {run_id} ({exc}); "
+            f"let it finish or stop it, then `diloco resume {run_id}`"
+        ) from exc
     return Outcome(driver.run, True, evaluating.evaluate_if_merged(driver.run))

@@ -51,7 +51,8 @@ class Seat:
 
     `status`: "waiting" (not started, or dead and coming back), "training", "leaving", "left". `outbox`: fragment ->
     copy under way. `arrived`: fragment -> newest version at hand. `struck`: scripted faults that have happened.
-    `num_breaks`: how often in a row its numbers broke before a push succeeded.
+    `is_released`: a blocked learner goes on without the version it waits for, once. `num_breaks`: how often in a row
+    its numbers broke before a push succeeded.
     """
 
     island: IslandConfig
@@ -64,6 +65,7 @@ class Seat:
     arrived: dict[int, int] = field(default_factory=dict)
     struck: set[int] = field(default_factory=set)
     is_blocked: bool = False
+    is_released: bool = False
     num_breaks: int = 0
 
     @property

@@ -26,7 +26,7 @@ from islands import names
 from islands.data import batch_at
 from islands.fragments import is_due, own_period
 from islands.learner import Learner
-from islands.types import Refused, StoreUnavailable, VersionTaken
+from islands.types import EmptyQuorum, Refused, VersionTaken
 from tasks import exchanging, history
 from tasks.clockwork import Beat, Event, Kind, Seat, Watch
 from tasks.collecting import collect, finish
@@ -93,17 +93,11 @@ class Driver:
         heapq.heappush(self.events, Event(time, kind, self.num_events, island, numbers))
 
     def advance(self) -> bool:
-        """Let the next event happen; False once the run has ended.
-
-        Raises:
-            StoreUnavailable: nothing can happen any more, though the run has not ended.
-        """
+        """Let the next event happen; False once the run has ended."""
         if self.is_finished:
             return False
         if all(event.kind is Kind.SAVE for event in self.events):
-            raise StoreUnavailable(
-                f"run {self.run.run_id} stands still at step {self.now:g}: nobody is left to act"
-            )
+            self._release()
         event = heapq.heappop(self.events)
         self.now = event.time
         seat = self.seats.get(event.island)
@@ -175,7 +169,8 @@ class Driver:
         if learner is None or seat.status != "training":
             return
         self._adopt(seat, learner)
-        seat.is_blocked = self._must_wait(learner)
+        seat.is_blocked = self._must_wait(learner) and not seat.is_released
+        seat.is_released = False
         if seat.is_blocked:
             return
         if learner.trained >= self.run.own_tokens(seat.island.name):
@@ -201,6 +196,21 @@ class Driver:
         step = learner.position.step
         due = [p for p in range(len(self.run.layouts)) if self._is_turn(step, p)]
         return any(learner.clock(p).copied_at is not None for p in due)
+
+    def _release(self) -> None:
+        """Let every blocked learner go on once: all wait for each other, each for another fragment.
+
+        It happens under a blocking algorithm when one that died between two turns comes back while another leaves.
+        """
+        blocked = [seat for seat in self.seats.values() if seat.is_blocked]
+        if not blocked:
+            raise EmptyQuorum(
+                f"run {self.run.run_id} stands still at step {self.now:g}: nobody is left to act"
+            )
+        for seat in blocked:
+            seat.is_blocked, seat.is_released = False, True
+            self._tell(seat, "goes on without the version it waited for")
+            self.schedule(self.now, Kind.STEP_BEGINS, seat.island.name)
 
     # --- exchange ---
 

@@ -69,6 +69,10 @@ def restore_state(driver: Driver) -> bool:
     run = driver.run
     saved = [n for n in run.store.list_names("driver/") if names.number_of(n) is not None]
     if not saved:
+        for layout in run.layouts:
+            exchanging.fetch(
+                run, layout.index, 0
+            )  # nothing is deleted unless there is something to start from
         truncate(run, {names.RUN, *(names.version(layout.index, 0) for layout in run.layouts)})
         driver.reopen_synchronizer()
         return False
@@ -109,6 +113,7 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
         "arrived": sorted(seat.arrived.items()),
         "struck": sorted(seat.struck),
         "is_blocked": seat.is_blocked,
+        "is_released": seat.is_released,
         "num_breaks": seat.num_breaks,
         "checkpoint": None,
     }
@@ -141,7 +146,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
     seat.status, seat.is_blocked = body["status"], body["is_blocked"]
     seat.arrived = dict(body["arrived"])
     seat.struck = set(body["struck"])
-    seat.num_breaks = body["num_breaks"]
+    seat.num_breaks, seat.is_released = body["num_breaks"], body["is_released"]
     if body["checkpoint"] is None:
         return
     saved = exchanging.read_checkpoint(run, body["checkpoint"])

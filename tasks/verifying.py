@@ -343,16 +343,21 @@ def _check_authors(evidence: Evidence, fragments: list[list[Commit]]) -> None:
 
 
 def _check_driver(evidence: Evidence) -> None:
-    saved = [
-        n
-        for name in evidence.bodies
-        if name.startswith("driver/") and (n := names.number_of(name)) is not None
-    ]
-    if not saved or evidence.run.config.retention != "all":
+    """What the newest driver state saw, or goes on from, must be there unless a rule lets it go."""
+    numbers = [names.number_of(name) for name in evidence.bodies if name.startswith("driver/")]
+    saved = [number for number in numbers if number is not None]
+    if not saved:
         return
     newest = names.numbered("driver", max(saved))
-    for name in evidence.bodies.get(newest, {}).get("present", ()):
-        if name not in evidence.present:
+    body = evidence.bodies.get(newest, {})
+    seen = {
+        *body.get("present", ()),
+        *(seat["checkpoint"] for seat in body.get("seats", {}).values()),
+    }
+    absent = {name for name in seen if name is not None and name not in evidence.present}
+    may_go = set(collectable([*evidence.present, *absent], evidence.facts))
+    for name in sorted(absent):
+        if name not in may_go or evidence.run.config.retention == "all":
             evidence.found.note(name, f"is missing: {newest} saw it")
 
 

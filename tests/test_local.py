@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.store import Store
+from islands.types import DamagedObject
 from tasks import records
 from tasks.clockwork import Kind
 from tasks.local import MOST_BREAKS, Driver
@@ -365,6 +366,44 @@ def test_creating_a_run_can_die_at_any_operation_and_is_repeated(tmp_path: Path)
             continue
         assert n > 3
         return
+
+
+def test_streaming_learners_that_wait_for_each_other_go_on(tmp_path: Path) -> None:
+    """One that died between two turns comes back while a slow one lags and then leaves."""
+    fault = 'local.faults=[{island="west", step=11, return_after_steps=2}]'
+    slow = (
+        "islands.north.speed=0.3",
+        "islands.north.push_delay_steps=0",
+        "islands.west.start_steps=0",
+    )
+    config = runs.tiny_config(
+        tmp_path, fault, *slow, "total_tokens=9_000", 'sync.algorithm="streaming"'
+    )
+    run = runs.train(config)
+    require_balance(run)
+    assert status(run).is_finished
+
+
+def test_a_run_without_its_saved_state_is_not_destroyed_by_resuming(tmp_path: Path) -> None:
+    driver = runs.start(runs.tiny_config(tmp_path, "local.checkpoint_steps=5"))
+    while records.find_head(driver.run.store, 0)[0].version < 6:
+        driver.advance()
+    run = driver.run
+    for name in run.store.list_names("driver/"):
+        run.store.delete(name)
+    before = final_state(run)
+    with pytest.raises(DamagedObject):
+        runs.reopen(run)
+    assert final_state(run) == before
+
+
+def test_verify_misses_what_the_saved_state_goes_on_from(tmp_path: Path) -> None:
+    driver = runs.start(runs.tiny_config(tmp_path))
+    while not driver.run.store.list_names("driver/"):
+        driver.advance()
+    name = driver.run.store.list_names("checkpoints/east/")[0]
+    driver.run.store.delete(name)
+    assert name in {problem.name for problem in verify(driver.run.store_url, "r").problems}
 
 
 @pytest.mark.parametrize("step", [7, 10, 13])
