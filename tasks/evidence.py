@@ -64,6 +64,13 @@ class Verification:
     num_versions: int = 0
 
     def note(self, name: str, text: str) -> None:
+        """Add a problem; that an object is missing is said once, whoever misses it."""
+        is_known = any(
+            problem.name == name and problem.text.startswith("is missing")
+            for problem in self.problems
+        )
+        if is_known and text.startswith("is missing"):
+            return
         self.problems.append(Problem(name, text))
 
 
