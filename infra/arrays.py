@@ -16,18 +16,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import google_crc32c
 import numpy as np
-import zarr
-from zarr.abc.buffer import Buffer
-from zarr.buffer import cpu
-from zarr.codecs import BytesCodec, Crc32cCodec
-from zarr.storage import MemoryStore, StorePath
 
 from infra.store import Store
 from islands.types import DamagedObject, Manifest, StoredArray, StoredObject
+
+# zarr is imported where it is first needed: it takes longer to load than all else, and a program that only reads
+# records (status, a synchronizer with nothing to merge) never needs it.
+if TYPE_CHECKING:
+    import zarr
+    from zarr.abc.buffer import Buffer
 
 CHUNK_ELEMENTS = 4 * 2**20  # 16 MiB of float32
 _METADATA = "zarr.json"
@@ -98,7 +99,7 @@ class ArrayWriter:
             )
             self._put(f"{name}/{_METADATA}", data)
             self._specs[name] = spec
-            self._arrays[name] = _at(blank, StorePath(MemoryStore(self._staged), name))
+            self._arrays[name] = _at(blank, self._staged, name)
 
     def chunk_length(self, name: str) -> int:
         """Return the elements in a chunk of an array: `write` wants multiples of it."""
@@ -215,6 +216,8 @@ class ArrayReader:
         stop = spec.length if stop is None else stop
         if not 0 <= start <= stop <= spec.length:
             raise ValueError(f"{name}: no part [{start}, {stop}) in {spec.length} elements")
+        from zarr.buffer import cpu
+
         array = self._open(spec)
         values = np.empty(stop - start, dtype=spec.dtype)
         for chunk in _chunk_names(spec, start, stop):
@@ -249,7 +252,7 @@ class ArrayReader:
         array, wanted = _blank_array(spec.dtype, spec.length, spec.chunk_length, "{}")
         if not _agree(data, wanted):
             raise DamagedObject(f"{self._folder}/{metadata}", f"does not describe {spec}")
-        self._arrays[spec.name] = _at(array, StorePath(MemoryStore(self._staged), spec.name))
+        self._arrays[spec.name] = _at(array, self._staged, spec.name)
         return self._arrays[spec.name]
 
     def _fetch(self, name: str) -> bytes:
@@ -277,6 +280,9 @@ def check_payload(store: Store, manifest: Manifest) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _group_metadata() -> bytes:
+    import zarr
+    from zarr.storage import MemoryStore
+
     staged: dict[str, Buffer] = {}
     zarr.create_group(MemoryStore(staged), zarr_format=3)
     return staged[_METADATA].to_bytes()
@@ -287,6 +293,10 @@ def _blank_array(
     dtype: str, length: int, chunk_length: int, attributes: str
 ) -> tuple[zarr.Array[Any], bytes]:
     """Return an array without chunks, and its zarr.json. Kept, since a run's payloads are alike in every round."""
+    import zarr
+    from zarr.codecs import BytesCodec, Crc32cCodec
+    from zarr.storage import MemoryStore
+
     staged: dict[str, Buffer] = {}
     array = zarr.create_array(
         MemoryStore(staged),
@@ -305,8 +315,12 @@ def _blank_array(
     return array, staged[_METADATA].to_bytes()
 
 
-def _at(array: zarr.Array[Any], place: StorePath) -> zarr.Array[Any]:
+def _at(array: zarr.Array[Any], staged: dict[str, Buffer], name: str) -> zarr.Array[Any]:
     """Return the same array in another place."""
+    import zarr
+    from zarr.storage import MemoryStore, StorePath
+
+    place = StorePath(MemoryStore(staged), name)
     return zarr.Array(zarr.AsyncArray(metadata=array.metadata, store_path=place, config=_CONFIG))
 
 

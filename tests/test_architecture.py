@@ -334,12 +334,12 @@ print(json.dumps([time.process_time() - started, sorted({{name.split(".")[0] for
 
 
 def import_problems(module: str, *, folder: Path, max_seconds: float) -> list[str]:
-    """Import the module in three fresh processes; say if torch came along or the best was too slow.
+    """Import the module in five fresh processes; say if torch came along or the best was too slow.
 
     Processor time: on a shared machine the clock on the wall measures the neighbours.
     """
     runs = []
-    for _ in range(3):
+    for _ in range(5):
         command = [sys.executable, "-c", MEASURE.format(module=module)]
         done = subprocess.run(
             command, cwd=folder, check=True, capture_output=True, text=True, timeout=60
