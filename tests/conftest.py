@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("flows", "tasks", "infra", "islands")
+PACKAGES = ("flows", "tasks", "infra", "islands", "tests")
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 if HAS_TORCH:
