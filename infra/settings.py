@@ -1,15 +1,53 @@
 """The one reader of the process environment.
 
-This module knows that `os.environ` exists; it must not know what any variable means.
+This module knows that `os.environ` exists and which variable answers which question; it must not know what an option
+of the configuration means, or what a service does with its address.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 PREFIX = "DILOCO_"
+HOME = "DILOCO_HOME"
+PREFECT_API_URL = "PREFECT_API_URL"
+MLFLOW_TRACKING_URI = "MLFLOW_TRACKING_URI"
+DEFAULT_HOME = ".diloco"
 
 
 def environment() -> dict[str, str]:
-    """Return the `DILOCO_…` variables of this process as they are now, names unchanged."""
-    return {name: value for name, value in os.environ.items() if name.upper().startswith(PREFIX)}
+    """Return the `DILOCO_…` variables of this process as they are now, names unchanged.
+
+    Without `DILOCO_HOME`: that is a place on this machine and no option of a run.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper().startswith(PREFIX) and name != HOME
+    }
+
+
+def home() -> Path:
+    """Return the absolute folder where this machine's services keep what they store; it need not exist."""
+    return Path(os.environ.get(HOME) or DEFAULT_HOME).expanduser().absolute()
+
+
+def prefect_api_url() -> str | None:
+    """Return the address of the Prefect API to use, None where the environment names none."""
+    return _address(PREFECT_API_URL)
+
+
+def mlflow_tracking_uri() -> str | None:
+    """Return where MLflow keeps runs, None where the environment does not say."""
+    return _address(MLFLOW_TRACKING_URI)
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process to start: this one's, then what is extra."""
+    return {**os.environ, **extra}
+
+
+def _address(name: str) -> str | None:
+    return os.environ.get(name, "").strip().rstrip("/") or None

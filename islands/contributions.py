@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from islands import names
@@ -26,6 +26,24 @@ from islands.types import Manifest, Position, manifest_from_json
 # Counts up to here are exact as floats; a larger one is no count.
 LARGEST_COUNT = 2**53
 _COUNTS = ("num_tokens", "num_steps", "offered_before")
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What a learner adds for people to look at. It decides nothing.
+
+    Attributes:
+        at: seconds since 1970 by the writer's own clock; the local driver writes base steps.
+        loss: smoothed training loss at the copy, in nats per token; 0 while unknown.
+        idle_share: share of the learner's thread, since its incarnation began, spent in neither steps nor adoptions.
+        bytes_up, bytes_down: payload bytes this incarnation has pushed before, and has fetched.
+    """
+
+    at: float = 0.0
+    loss: float = 0.0
+    idle_share: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,7 @@ class Contribution:
         codec: how the payload's array "delta" is coded.
         payload: where the bytes are.
         record: the learner's account at the time of writing.
+        telemetry: for people.
     """
 
     learner: str
@@ -60,6 +79,7 @@ class Contribution:
     codec: str
     payload: Manifest
     record: LearnerRecord
+    telemetry: Telemetry = Telemetry()
 
     @property
     def name(self) -> str:
@@ -131,6 +151,7 @@ class Consumed:
     weight: float
     norm: float
     step_seconds: float
+    telemetry: Telemetry = Telemetry()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +268,19 @@ def consume(offer: Contribution, digest: str, head_version: int) -> Consumed:
         weight=merge_weight(offer, head_version),
         norm=offer.norm,
         step_seconds=offer.step_seconds,
+        telemetry=offer.telemetry if _is_readable(offer.telemetry) else Telemetry(),
     )
+
+
+def smoothed(known: float, loss: float) -> float:
+    """Return a running mean of training losses, 0 while unknown; one that is no number is passed over."""
+    if not math.isfinite(loss):
+        return known
+    return loss if known == 0 else 0.95 * known + 0.05 * loss
+
+
+def _is_readable(telemetry: Telemetry) -> bool:
+    return all(math.isfinite(value) for value in astuple(telemetry))
 
 
 def newest_per_learner(offers: Sequence[Contribution]) -> dict[str, Contribution]:

@@ -26,6 +26,7 @@ class Commit:
         learning_rate, momentum: of the outer step that made it.
         codec: of the payload's array "public".
         synchronizer: number of the synchronizer record it was made under; -1 for version 0.
+        at: seconds since 1970 by the synchronizer's own clock, for people; the local driver writes base steps.
         payload: arrays "params" and "momentum" (float32, the synchronizer's own) and "public" (what all adopt).
     """
 
@@ -41,6 +42,7 @@ class Commit:
     codec: str
     synchronizer: int
     payload: Manifest
+    at: float = 0.0
 
     @property
     def merged_tokens(self) -> int:

@@ -16,14 +16,14 @@ from infra.arrays import ArrayReader, write_arrays
 from islands import names
 from islands.codecs import decode as decoded
 from islands.codecs import encode
-from islands.contributions import Contribution, Lineage, judge
+from islands.contributions import Contribution, Lineage, Telemetry, judge
 from islands.fragments import layout_digest, pseudo_gradient
-from islands.learner import Base, Copy, Learner, LearnerState
+from islands.learner import Base, Copy, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
 from islands.merging import tensor_norms
 from islands.types import DamagedObject, Refused, manifest_from_json
 from tasks import history, records
-from tasks.records import NewAttempt
+from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
 
 
@@ -45,6 +45,7 @@ class Exchange:
         incarnation: under which this process registered.
         previous: digest of the newest link so far, "" if none.
         new_attempt: returns a name no other writer uses.
+        stamp: the time to write beside records, for people.
         saved: the account in this incarnation's newest checkpoint, if it has one.
     """
 
@@ -56,6 +57,7 @@ class Exchange:
         previous: str,
         new_attempt: NewAttempt,
         *,
+        stamp: Stamp,
         saved: LearnerRecord | None = None,
     ) -> None:
         self.run = run
@@ -63,12 +65,15 @@ class Exchange:
         self.incarnation = incarnation
         self.previous = previous
         self._new_attempt = new_attempt
+        self._stamp = stamp
         self._saved = saved
 
-    def push(self, copy: Copy, account: Learner, *, step_seconds: float) -> Contribution:
+    def push(
+        self, copy: Copy, account: LearnerRecord, *, step_seconds: float, telemetry: Telemetry
+    ) -> Contribution:
         """Encode, write and commit one copy; return the committed contribution.
 
-        The account in the header is the learner's now, not the copy's: links only ever move forward.
+        `account` is the learner's newest, not the copy's: links only ever move forward.
 
         Raises:
             Refused: it breaks a rule the synchronizer would refuse it for; nothing was written.
@@ -95,7 +100,8 @@ class Exchange:
                 layout=layout_digest(layout),
                 codec=run.config.sync.codec,
                 payload=manifest_from_json(payload),
-                record=account.record(self.previous),
+                record=replace(account, previous=self.previous),
+                telemetry=replace(telemetry, at=self._stamp()),
             )
 
         draft = header({"folder": "", "arrays": [], "objects": []})
@@ -109,36 +115,36 @@ class Exchange:
         self.previous = records.write(run.store, name, offer.to_json())
         return offer
 
-    def can_save(self, learner: Learner) -> bool:
-        """Say whether the learner's state has a name: each position has one, and it is free or holds this very state.
+    def can_save(self, account: LearnerRecord) -> bool:
+        """Say whether a learner's state has a name: each position has one, and it is free or holds this very state.
 
         A learner that waits in place (a blocking algorithm) may adopt a version there after its checkpoint.
         """
         return (
             self._saved is None
-            or self._saved.position != learner.position
-            or self.is_saved(learner)
+            or self._saved.position != account.position
+            or self.is_saved(account)
         )
 
-    def is_saved(self, learner: Learner) -> bool:
-        """Say whether the learner's newest checkpoint is of its present state."""
+    def is_saved(self, account: LearnerRecord) -> bool:
+        """Say whether the learner's newest checkpoint is of the state with this account."""
         return (
             self._saved is not None
-            and replace(learner.record(""), previous=self._saved.previous) == self._saved
+            and replace(account, previous=self._saved.previous) == self._saved
         )
 
-    def save(self, learner: Learner) -> str:
-        """Write a checkpoint of the learner as it stands and return its name.
+    def save(self, state: LearnerState) -> str:
+        """Write a checkpoint of a learner's state, a private copy, and return its name.
 
         Raises:
             Refused: the state holds a value that is not finite; a checkpoint of it would outlive the healthy ones.
         """
-        state = learner.state(self.previous)
+        record = replace(state.record, previous=self.previous)
         if not all(
             np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)
         ):
-            raise Refused("non-finite", f"{self.learner} at {learner.position} was not saved")
-        name = names.checkpoint(self.learner, learner.position)
+            raise Refused("non-finite", f"{self.learner} at {record.position} was not saved")
+        name = names.checkpoint(self.learner, record.position)
         arrays: dict[str, npt.NDArray[Any]] = {}
         for p in range(len(self.run.layouts)):
             arrays |= {
@@ -153,13 +159,14 @@ class Exchange:
             self.run.store, folder, arrays, chunk_elements=self.run.chunk_elements
         )
         body = {
-            "record": state.record.to_json(),
+            "record": record.to_json(),
+            "at": self._stamp(),
             "tensor_steps": state.tensor_steps,
             "buffers": [[name, list(buffer.shape)] for name, buffer in state.buffers.items()],
             "payload": payload.to_json(),
         }
         self.previous = records.write(self.run.store, name, body)
-        self._saved = state.record
+        self._saved = record
         return name
 
     def _lineage(self, copy: Copy) -> Lineage:

@@ -5,13 +5,15 @@ Knows names and links of the learners' chains; must not know a checkpoint's byte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from islands import names
 from islands.ledger import FragmentClock, LearnerRecord, record_from_json
 from islands.types import DamagedObject, Position, VersionTaken
 from tasks import records
-from tasks.records import NewAttempt
+from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
 
 
@@ -52,7 +54,9 @@ def look_back(run: Run, learner: str) -> Past:
     return Past(incarnation, last, digest, tuple(listed))
 
 
-def register(run: Run, learner: str, new_attempt: NewAttempt) -> Past:
+def register(
+    run: Run, learner: str, new_attempt: NewAttempt, *, stamp: Stamp, where: Mapping[str, Any] = {}
+) -> Past:
     """Become the next incarnation of a learner and return what its predecessors left.
 
     The record is create-only, so of two that start at once one gets the next number. The predecessor may be alive:
@@ -62,10 +66,18 @@ def register(run: Run, learner: str, new_attempt: NewAttempt) -> Past:
         3. our record appears, and fences off whatever it writes from now on.
 
     So we look back once more: what came between, merged or not, is part of the past we go on from.
+
+    `where`: host and process, for people.
     """
     while True:
         past = look_back(run, learner)
-        body = {"listed": list(past.listed), "last": past.last_digest, "mark": new_attempt()}
+        body = {
+            "listed": list(past.listed),
+            "last": past.last_digest,
+            "mark": new_attempt(),
+            "at": stamp(),
+            "where": dict(where),
+        }
         try:
             records.write(run.store, names.incarnation(learner, past.incarnation), body)
         except VersionTaken:
@@ -93,7 +105,7 @@ def last_link(run: Run, learner: str) -> LearnerRecord | None:
     return look_back(run, learner).last if farewell is None else farewell[0]
 
 
-def write_off(run: Run, learner: str) -> None:
+def write_off(run: Run, learner: str, *, stamp: Stamp) -> None:
     """Leave in the name of a learner that will not come back, with the last account it wrote."""
     past = look_back(run, learner)
     start = Position(-1, 0)
@@ -106,14 +118,14 @@ def write_off(run: Run, learner: str) -> None:
         record = LearnerRecord(
             learner, last.position, last.trained, last.cursor, last.clocks, past.last_digest
         )
-    leave(run, record)
+    leave(run, record, stamp=stamp)
 
 
-def leave(run: Run, record: LearnerRecord) -> str:
+def leave(run: Run, record: LearnerRecord, *, stamp: Stamp) -> str:
     """Write a learner's farewell, its last account; repeating it is harmless. Return the digest of what counts."""
     name = names.left(record.learner)
     try:
-        return records.write(run.store, name, {"record": record.to_json()})
+        return records.write(run.store, name, {"record": record.to_json(), "at": stamp()})
     except VersionTaken:
         return records.require(run.store, name)[1]
 

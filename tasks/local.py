@@ -23,8 +23,9 @@ from functools import partial
 from typing import Any
 
 from islands import names
+from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
-from islands.fragments import is_due, own_period
+from islands.fragments import own_period
 from islands.learner import Learner
 from islands.types import EmptyQuorum, Refused, VersionTaken
 from tasks import exchanging, history
@@ -58,6 +59,7 @@ class Driver:
     ) -> None:
         self.run = run
         self.now = 0.0
+        self.clock = lambda: self.now
         self.events: list[Event] = []
         self.num_attempts = 0
         self.num_events = 0
@@ -70,7 +72,7 @@ class Driver:
             island.name: Seat(island, partial(build, island.name), read_shard(run, island.name))
             for island in run.config.islands
         }
-        self.synchronizer = Synchronizer(run, self.new_attempt)
+        self.reopen_synchronizer()
 
     def new_attempt(self) -> str:
         """Return the next attempt's name: counted, so that a resumed run writes the very same names."""
@@ -79,7 +81,7 @@ class Driver:
 
     def reopen_synchronizer(self) -> None:
         """Read the lineage anew: the store was brought back to an earlier state."""
-        self.synchronizer = Synchronizer(self.run, self.new_attempt)
+        self.synchronizer = Synchronizer(self.run, self.new_attempt, stamp=self.clock)
 
     def start(self) -> None:
         """Fill the queue for a run that has not begun."""
@@ -126,6 +128,7 @@ class Driver:
         num_tokens = island.batch_size * config.model.context
         loss = learner.step(batch, num_tokens=num_tokens, num_samples=island.batch_size)
         self.trained[island.name] = learner.trained
+        seat.loss = smoothed(seat.loss, loss)
         self._tell(seat, "step", loss)
         for fragment in self._due(learner):
             self._send(seat, learner, fragment)
@@ -136,13 +139,7 @@ class Driver:
         if sync.algorithm == "decoupled":
             return learner.due()
         ahead = learner.position.step + sync.overlap_steps
-        return [p for p in range(sync.num_fragments) if self._is_turn(ahead, p)]
-
-    def _is_turn(self, step: int, fragment: int) -> bool:
-        sync = self.run.config.sync
-        return is_due(
-            step, fragment, period_steps=sync.period_steps, num_fragments=sync.num_fragments
-        )
+        return [p for p in range(sync.num_fragments) if self.run.is_turn(ahead, p)]
 
     def _send(
         self, seat: Seat, learner: Learner, fragment: int, kind: Kind = Kind.PUSH_LANDS
@@ -183,7 +180,9 @@ class Driver:
         for fragment, version in sorted(seat.arrived.items()):
             if version <= learner.clock(fragment).base_version:
                 continue
-            if sync.algorithm == "streaming" and not self._is_turn(learner.position.step, fragment):
+            if sync.algorithm == "streaming" and not self.run.is_turn(
+                learner.position.step, fragment
+            ):
                 continue
             base = exchanging.fetch(self.run, fragment, version)
             steps = self._own_period(seat, fragment)
@@ -194,7 +193,7 @@ class Driver:
         if self.run.config.sync.algorithm != "streaming":
             return False
         step = learner.position.step
-        due = [p for p in range(len(self.run.layouts)) if self._is_turn(step, p)]
+        due = [p for p in range(len(self.run.layouts)) if self.run.is_turn(step, p)]
         return any(learner.clock(p).copied_at is not None for p in due)
 
     def _release(self) -> None:
@@ -221,7 +220,12 @@ class Driver:
             return
         del seat.outbox[fragment]
         try:
-            seat.exchange.push(copy, seat.learner, step_seconds=seat.step_time)
+            seat.exchange.push(
+                copy,
+                seat.learner.record(""),
+                step_seconds=seat.step_time,
+                telemetry=Telemetry(loss=seat.loss),
+            )
         except Refused as exc:
             # The rule that stops it is the one the synchronizer would apply. A learner whose numbers are broken starts
             # again from its newest checkpoint, which is healthy by rule.
@@ -289,7 +293,7 @@ class Driver:
         seat.arrived.clear()
         self._tell(seat, "dies")
         if return_after is None:
-            history.write_off(self.run, seat.island.name)
+            history.write_off(self.run, seat.island.name, stamp=self.clock)
             seat.status = "left"
             self.schedule(self.now, Kind.MERGE)
         else:
@@ -297,7 +301,7 @@ class Driver:
 
     def _return(self, seat: Seat, event: Event) -> None:
         name = seat.island.name
-        past = history.register(self.run, name, self.new_attempt)
+        past = history.register(self.run, name, self.new_attempt, stamp=self.clock)
         heads = exchanging.fetch_heads(self.run)
         learner = seat.build()
         if past.last is None:
@@ -312,7 +316,12 @@ class Driver:
             )
         seat.learner, seat.status = learner, "training"
         seat.exchange = Exchange(
-            self.run, name, past.incarnation, past.last_digest, self.new_attempt
+            self.run,
+            name,
+            past.incarnation,
+            past.last_digest,
+            self.new_attempt,
+            stamp=self.clock,
         )
         self.trained[name] = learner.trained
         self._send_again(seat, learner)
@@ -343,7 +352,7 @@ class Driver:
     def _leave(self, seat: Seat, event: Event) -> None:
         if seat.learner is None or seat.exchange is None:
             return
-        history.leave(self.run, seat.learner.record(seat.exchange.previous))
+        history.leave(self.run, seat.learner.record(seat.exchange.previous), stamp=self.clock)
         seat.learner, seat.exchange, seat.status = None, None, "left"
         self._tell(seat, "leaves")
         self.schedule(self.now, Kind.MERGE)
@@ -358,13 +367,13 @@ class Driver:
         """
         if reschedule:
             self.schedule(self.now + self.run.config.local.checkpoint_steps, Kind.SAVE)
-        if not all(seat.exchange.can_save(seat.learner) for seat in self._present()):
+        if not all(seat.exchange.can_save(seat.learner.record("")) for seat in self._present()):
             return
         for seat in self._present():
-            if seat.exchange.is_saved(seat.learner):
+            if seat.exchange.is_saved(seat.learner.record("")):
                 continue
             try:
-                seat.exchange.save(seat.learner)
+                seat.exchange.save(seat.learner.state(""))
             except Refused as exc:
                 self._tell(seat, f"checkpoint refused ({exc.reason})")
                 self._break(seat)
@@ -372,11 +381,7 @@ class Driver:
         collect(self.run)
 
     def _present(self) -> list[Any]:
-        return [
-            seat
-            for seat in self.seats.values()
-            if seat.learner is not None and seat.exchange is not None
-        ]
+        return [s for s in self.seats.values() if s.learner is not None and s.exchange is not None]
 
     def _tell(self, seat: Seat | None, what: str, loss: float | None = None) -> None:
         name = "" if seat is None else seat.island.name

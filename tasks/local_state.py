@@ -115,6 +115,7 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
         "is_blocked": seat.is_blocked,
         "is_released": seat.is_released,
         "num_breaks": seat.num_breaks,
+        "loss": seat.loss,
         "checkpoint": None,
     }
     if seat.learner is not None and seat.exchange is not None:
@@ -147,6 +148,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
     seat.arrived = dict(body["arrived"])
     seat.struck = set(body["struck"])
     seat.num_breaks, seat.is_released = body["num_breaks"], body["is_released"]
+    seat.loss = body["loss"]
     if body["checkpoint"] is None:
         return
     saved = exchanging.read_checkpoint(run, body["checkpoint"])
@@ -163,6 +165,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
         body["incarnation"],
         body["previous"],
         driver.new_attempt,
+        stamp=driver.clock,
         saved=saved.state.record,
     )
     for row in body["outbox"]:

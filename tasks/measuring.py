@@ -93,7 +93,7 @@ def merge(folder: str) -> dict[str, float]:
     before = _peak_bytes()
     start = time.perf_counter()
     run: Run = open_run(f"file://{folder}", RUN_ID)
-    polled = Synchronizer(run, lambda: "a-1").poll(now=0.0)
+    polled = Synchronizer(run, lambda: "a-1", stamp=lambda: 0.0).poll(now=0.0)
     seconds = time.perf_counter() - start
     assert polled.published == ((0, 1),), polled
     return {

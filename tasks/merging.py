@@ -29,7 +29,7 @@ from islands.versions import Commit, Snapshot
 from tasks import records
 from tasks.inbox import Members, View
 from tasks.publishing import fold_contributions, step_chunks, write_version
-from tasks.records import NewAttempt
+from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
 
 
@@ -53,12 +53,14 @@ class Synchronizer:
     Args:
         run: an open run with version 0 of every fragment.
         new_attempt: returns a name no other writer uses.
+        stamp: the time to write beside records, for people.
     """
 
-    def __init__(self, run: Run, new_attempt: NewAttempt) -> None:
+    def __init__(self, run: Run, new_attempt: NewAttempt, *, stamp: Stamp) -> None:
         self.run = run
         self.number: int | None = None
         self._new_attempt = new_attempt
+        self._stamp = stamp
         self._views = [View(run, layout) for layout in run.layouts]
         self._listed: dict[tuple[str, int], frozenset[str]] = {}
 
@@ -157,7 +159,7 @@ class Synchronizer:
     def _enlist(self, number: int) -> None:
         while True:
             # The mark makes the record ours: two synchronizers never write the same one.
-            body = {"number": number, "mark": self._new_attempt()}
+            body = {"number": number, "mark": self._new_attempt(), "at": self._stamp()}
             try:
                 records.write(self.run.store, names.numbered("synchronizers", number), body)
             except VersionTaken:
@@ -225,6 +227,7 @@ class Synchronizer:
             codec=config.sync.codec_down,
             synchronizer=-1 if self.number is None else self.number,
             payload=payload,
+            at=self._stamp(),
         )
 
     def _advise(self, view: View, refused: list[Verdict]) -> None:

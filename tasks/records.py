@@ -19,6 +19,8 @@ from islands.sealing import digest_of, seal, unseal
 from islands.types import DamagedObject, Manifest, VersionTaken
 from islands.versions import Commit, Snapshot, commit_from_json, snapshot_from_json
 
+# Seconds since 1970; the local driver writes base steps. For people: nothing is decided by it.
+Stamp = Callable[[], float]
 NewAttempt = Callable[[], str]
 
 

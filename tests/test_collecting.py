@@ -104,7 +104,7 @@ def test_a_push_between_looking_back_and_registering_is_part_of_the_past(tmp_pat
             run.store.create(late, data)
         return "a-s"
 
-    past = history.register(run, "east", attempt)
+    past = history.register(run, "east", attempt, stamp=float)
     found = records.read_contribution(run.store, late)
     assert found is not None
     assert past.last is not None

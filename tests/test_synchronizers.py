@@ -107,7 +107,7 @@ def until_due(folder: Path, store: str, *assignments: str) -> Driver:
         event = driver.events[0]
         if event.kind is Kind.MERGE and event.time > 8:
             saved = runs.objects(driver.run)
-            if Synchronizer(driver.run, lambda: "a-probe").poll(now=1e9).published:
+            if Synchronizer(driver.run, lambda: "a-probe", stamp=float).poll(now=1e9).published:
                 runs.fill(driver.run.store, saved)
                 return driver
             runs.fill(driver.run.store, saved)
@@ -130,7 +130,7 @@ def poll_both(
 
     def work(store: Taking) -> None:
         try:
-            Synchronizer(replace(run, store=store), attempts(store.who)).poll(now=1e9)
+            Synchronizer(replace(run, store=store), attempts(store.who), stamp=float).poll(now=1e9)
         except BaseException as exc:  # reported by the main thread
             failures.append(exc)
         finally:
@@ -170,7 +170,7 @@ def test_two_synchronizers_interleaved_at_every_operation_make_one_version(tmp_p
     driver = until_due(tmp_path, "memory://two-synchronizers")
     run = driver.run
     before = runs.objects(run)
-    Synchronizer(run, attempts("alone")).poll(now=1e9)
+    Synchronizer(run, attempts("alone"), stamp=float).poll(now=1e9)
     expected = heads(run)
     num_stops = 0
     for first, second in ("xy", "yx"):
@@ -237,7 +237,7 @@ def refusals(run: Run) -> dict[str, str]:
 
 
 def poll(run: Run) -> None:
-    Synchronizer(run, attempts("z")).poll(now=1e9)
+    Synchronizer(run, attempts("z"), stamp=float).poll(now=1e9)
 
 
 @pytest.mark.parametrize(
@@ -334,11 +334,11 @@ def test_a_learner_that_leaves_while_its_inbox_is_read_is_merged_before_the_end(
         def list_names(self, prefix: str) -> list[str]:
             found = run.store.list_names(prefix)
             if prefix == "inbox/f0001/" and self.is_armed:
-                history.write_off(run, staying)
+                history.write_off(run, staying, stamp=float)
             return found
 
     store = LateFarewell()
-    synchronizer = Synchronizer(replace(run, store=store), attempts("z"))
+    synchronizer = Synchronizer(replace(run, store=store), attempts("z"), stamp=float)
     now = 0.0
     while np.isfinite(synchronizer.poll(now=now).wait_seconds):
         now += 1e6
@@ -446,7 +446,7 @@ def test_a_predecessors_work_is_fenced_unless_its_successor_listed_it(tmp_path: 
     driver = until_due(tmp_path, "memory://fenced")
     run = driver.run
     good = pending(run)
-    history.register(run, good.learner, attempts("s"))
+    history.register(run, good.learner, attempts("s"), stamp=float)
     stop = Position(good.stop.incarnation, good.stop.step + 1)
     clocks = tuple(
         replace(clock, open_tokens=clock.open_tokens + 32) for clock in good.record.clocks
