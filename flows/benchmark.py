@@ -19,7 +19,8 @@ from uuid import uuid4
 from rich.table import Table
 
 from flows import screen
-from islands.config import InnerConfig, IslandConfig, LocalConfig, RunConfig, SyncConfig
+from islands.config import RunConfig
+from islands.sections import InnerConfig, IslandConfig, LocalConfig, SyncConfig
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 # The joined batch is the same for any number of islands: 16 sequences of 64 bytes, 1,024 tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from islands.config import RunConfig
 from islands.types import VersionTaken
@@ -55,7 +56,10 @@ def resume(run: Run, *, watch: Watch, is_stopped: Callable[[], bool]) -> Outcome
 def _driver(run: Run, watch: Watch) -> Driver:
     building.use_one_thread()
     return Driver(
-        run, lambda name: building.build_learner(run, name), watch, evaluating.evaluate_if_merged
+        run,
+        lambda name: building.build_learner(run, name),
+        watch,
+        partial(evaluating.evaluate_if_merged, closes=True),
     )
 
 

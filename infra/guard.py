@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import math
 import os
 import select
@@ -53,6 +54,15 @@ def main(arguments: Sequence[str]) -> int:
 def adopt_orphans() -> bool:
     """Make orphans below this process its children, and say whether the system can do that."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether there is a process of that id, a dead one that nobody has reaped included."""
+    try:
+        os.kill(pid, 0)
+    except OSError as exc:
+        return exc.errno == errno.EPERM  # another user's
+    return True
 
 
 def guard(command: list[str], *, grace_seconds: float, adopts: bool) -> int:

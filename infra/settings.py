@@ -50,4 +50,9 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(name: str) -> str | None:
-    return os.environ.get(name, "").strip().rstrip("/") or None
+    return os.environ.get(name, "").strip() or None
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, for libraries that read them when they are imported."""
+    os.environ.update(variables)

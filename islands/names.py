@@ -12,6 +12,7 @@ right, because order is always taken from the parsed value.
     synchronizers/<n>.json                              who merges since when
     advisories/f0003/<version>-<n>.json                 a round that could commit nothing, and why
     changes/<n>.json, finished.json                     later settings; the end, with an inventory
+    stops/<n>.json                                      somebody asked to stop, or to go on: the newest one counts
     driver/<n>.json                                     the local driver's clock and queue
     payloads/<name of the header>/<attempt>/            zarr groups
 """
@@ -93,6 +94,11 @@ def left(learner: str) -> str:
 def snapshot(number: int) -> str:
     """Return a snapshot's name."""
     return f"snapshots/{number}.json"
+
+
+def evaluation(suite: str, number: int) -> str:
+    """Return the name of the score that a suite gave a snapshot."""
+    return f"evaluations/{suite}/{number}.json"
 
 
 def numbered(folder: str, number: int) -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from islands.overrides import shown
 
 if TYPE_CHECKING:
-    from islands.config import RunConfig, SyncConfig
+    from islands.config import RunConfig
+    from islands.sections import ClusterConfig, SyncConfig
 
 
 def broken_rules(config: RunConfig) -> Iterator[str]:
@@ -46,7 +47,31 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
             f"sync.period_steps must be >= sync.num_fragments ({sync.num_fragments}), got {sync.period_steps}; "
             "lengthen the period or use fewer fragments"
         )
+    for island in config.islands:
+        yield from _broken_cluster_rules(f"islands.{island.name}.cluster", island.cluster)
     yield from _broken_streaming_rules(sync, num_islands=len(names))
+
+
+def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
+    if cluster.kind == "address" and cluster.address is None:
+        yield f'{path}.address is required with kind "address", got nothing; name the scheduler'
+    if cluster.kind == "local" and cluster.address is not None:
+        yield (
+            f'{path}.address must be absent with kind "local", got {shown(cluster.address)}; '
+            'remove it or set kind = "address"'
+        )
+    files = [cluster.ca_file, cluster.cert_file, cluster.key_file]
+    is_tls = (cluster.address or "").startswith("tls://")
+    if any(files) and not is_tls:
+        yield (
+            f"{path}.address must begin with tls:// where certificates are named, got {shown(cluster.address)}; "
+            "correct the address or remove the files"
+        )
+    if is_tls and not (cluster.ca_file and cluster.cert_file):
+        yield (
+            f"{path}.ca_file and cert_file are required with a tls:// scheduler, got {shown(cluster.ca_file)} and "
+            f"{shown(cluster.cert_file)}; name both"
+        )
 
 
 def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[str]:

@@ -9,7 +9,10 @@ This module knows shapes, positions and names; it must not know a model, a store
      ├── DamagedObject        an object is absent where it must be, or its bytes are not what was committed
      ├── VersionTaken         a create-only name exists already
      ├── Refused              a contribution breaks a rule; `reason` says which
-     └── StoreUnavailable     the store did not answer
+     ├── StoreUnavailable     the store did not answer
+     ├── ServiceUnavailable   Prefect, MLflow or another service did not start or did not answer
+     ├── ClusterUnavailable   an island's Dask cluster cannot be opened, or did not answer
+     └── LearnerLost          the process that trained an island is gone
 """
 
 from __future__ import annotations
@@ -52,6 +55,18 @@ class VersionTaken(IslandsError):
 
 class StoreUnavailable(IslandsError):
     """The store cannot be opened, or did not answer."""
+
+
+class ServiceUnavailable(IslandsError):
+    """A service that a command needs did not start, or did not answer."""
+
+
+class ClusterUnavailable(IslandsError):
+    """A cluster cannot be opened, or did not answer."""
+
+
+class LearnerLost(IslandsError):
+    """The process in which a learner trained is gone."""
 
 
 class DamagedObject(IslandsError):

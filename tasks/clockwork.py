@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from islands.config import IslandConfig
+from islands.sections import IslandConfig
 
 if TYPE_CHECKING:  # both need torch
     from islands.learner import Copy, Learner

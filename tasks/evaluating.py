@@ -35,14 +35,16 @@ class Score:
     num_bytes: int
 
 
-def evaluate(run: Run, number: int | None = None) -> Score:
+def evaluate(run: Run, number: int | None = None, *, closes: bool = False) -> Score:
     """Return the score of a snapshot (the newest unless named); kept with the run while the run goes on.
+
+    Once every island has left, only who closes the run (`closes`) adds to it: the end lists everything.
 
     Raises:
         ConfigError: no such snapshot.
     """
     snapshot, digest = pick_snapshot(run, number)
-    name = f"evaluations/{SUITE}/{snapshot.number}.json"
+    name = names.evaluation(SUITE, snapshot.number)
     if (known := records.read(run.store, name)) is not None:
         return _score_from(snapshot, known[0])
     config, held_out = run.config, read_held_out(run)
@@ -56,17 +58,19 @@ def evaluate(run: Run, number: int | None = None) -> Score:
         "bigram": bigram_of(run),
         "num_bytes": min(config.data.eval_bytes, held_out.size),
     }
-    if run.store.read(names.FINISHED) is None:
+    islands = {island.name for island in run.config.islands}
+    has_ended = islands <= records.departed(run.store)
+    if run.store.read(names.FINISHED) is None and (closes or not has_ended):
         try:
             records.write(run.store, name, body)
         except VersionTaken:
-            return evaluate(run, snapshot.number)
+            return evaluate(run, snapshot.number, closes=closes)
     return _score_from(snapshot, body)
 
 
-def evaluate_if_merged(run: Run) -> Score | None:
+def evaluate_if_merged(run: Run, *, closes: bool = False) -> Score | None:
     """Return the score of the newest snapshot; None if every island died before anything was merged."""
-    return evaluate(run) if records.read_snapshots(run.store) else None
+    return evaluate(run, closes=closes) if records.read_snapshots(run.store) else None
 
 
 def bigram_of(run: Run) -> float:

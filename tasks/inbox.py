@@ -38,6 +38,32 @@ class Members:
     departed: frozenset[str]
 
 
+class Roster:
+    """Reads who takes part; what an incarnation lists is read once, it never changes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._listed: dict[tuple[str, int], frozenset[str]] = {}
+
+    def members(self) -> Members:
+        """Return the run's islands as the store has them now."""
+        store = self._run.store
+        islands = {island.name for island in self._run.config.islands}
+        incarnations = {
+            name: n for name, n in records.newest_incarnations(store).items() if name in islands
+        }
+        listed: set[str] = set()
+        for learner, number in incarnations.items():
+            if (learner, number) not in self._listed:
+                name = names.incarnation(learner, number)
+                body, _ = records.require(store, name)
+                self._listed[learner, number] = records.parsed(
+                    name, lambda body: frozenset(body["listed"]), body
+                )
+            listed |= self._listed[learner, number]
+        return Members(incarnations, frozenset(listed), records.departed(store))
+
+
 class View:
     """What is known of one fragment.
 

@@ -16,11 +16,12 @@ import numpy as np
 from infra.arrays import write_arrays
 from infra.store import open_store
 from islands import names
-from islands.config import IslandConfig, RunConfig, SyncConfig
+from islands.config import RunConfig
 from islands.contributions import Contribution
 from islands.fragments import lay_out, layout_digest
 from islands.ledger import FragmentClock, LearnerRecord
 from islands.merging import tensor_norms
+from islands.sections import IslandConfig, SyncConfig
 from islands.types import Position
 from islands.versions import layouts_to_json
 from tasks import records

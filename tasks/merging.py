@@ -27,7 +27,7 @@ from islands.quorum import Wait, decide
 from islands.types import DamagedObject, VersionTaken
 from islands.versions import Commit, Snapshot
 from tasks import records
-from tasks.inbox import Members, View
+from tasks.inbox import Members, Roster, View
 from tasks.publishing import fold_contributions, step_chunks, write_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
@@ -62,7 +62,7 @@ class Synchronizer:
         self._new_attempt = new_attempt
         self._stamp = stamp
         self._views = [View(run, layout) for layout in run.layouts]
-        self._listed: dict[tuple[str, int], frozenset[str]] = {}
+        self._roster = Roster(run)
 
     def poll(self, *, now: float) -> Polled:
         """Merge all that is due and return what was done and when to look again.
@@ -98,9 +98,15 @@ class Synchronizer:
         """Return the newest version it knows of each fragment."""
         return [view.head for view in self._views]
 
+    def period_seconds(self) -> float:
+        """Return the seconds in which the fastest learner trains a period, as the heads know it; 0 while unknown."""
+        tallies = [tally for head in self.heads() for tally in head.tallies.values()]
+        known = [tally.step_seconds for tally in tallies if tally.step_seconds > 0]
+        return self.run.config.sync.period_steps * min(known, default=0.0)
+
     def verdicts(self) -> list[Verdict]:
         """Return the refusals no commit has recorded yet, ordered by name."""
-        members = self._members()
+        members = self._roster.members()
         found = []
         for view in self._views:
             view.observe(math.inf)
@@ -120,33 +126,17 @@ class Synchronizer:
     def _islands(self) -> frozenset[str]:
         return frozenset(island.name for island in self.run.config.islands)
 
-    def _members(self) -> Members:
-        store, islands = self.run.store, self._islands()
-        incarnations = {
-            name: n for name, n in records.newest_incarnations(store).items() if name in islands
-        }
-        listed: set[str] = set()
-        for learner, number in incarnations.items():
-            if (learner, number) not in self._listed:
-                name = names.incarnation(learner, number)
-                body, _ = records.require(store, name)
-                self._listed[learner, number] = records.parsed(
-                    name, lambda body: frozenset(body["listed"]), body
-                )
-            listed |= self._listed[learner, number]
-        return Members(incarnations, frozenset(listed), records.departed(store))
-
     def _look(self, view: View, now: float) -> Members:
         """Bring a view up to date and return who takes part."""
         view.refresh()
         view.observe(now)
-        members = self._members()
+        members = self._roster.members()
         if any(
             judge(offer, view.lineage(members)) == "future" for offer, _ in view.offers.values()
         ):
             # Perhaps the world has moved while we looked: look once more before judging.
             view.refresh()
-            members = self._members()
+            members = self._roster.members()
         return members
 
     def _is_superseded(self) -> bool:

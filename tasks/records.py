@@ -5,6 +5,7 @@ Knows names and record types; must not know how a record is made or judged. No t
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ from islands.versions import Commit, Snapshot, commit_from_json, snapshot_from_j
 # Seconds since 1970; the local driver writes base steps. For people: nothing is decided by it.
 Stamp = Callable[[], float]
 NewAttempt = Callable[[], str]
+
+
+def new_attempt() -> str:
+    """Return a name no other writer uses, anywhere."""
+    return f"a-{uuid.uuid4().hex}"
 
 
 def write(store: Store, name: str, body: Mapping[str, Any]) -> str:
@@ -111,6 +117,11 @@ def newest_incarnations(store: Store) -> dict[str, int]:
             learner = name.split("/")[1]
             newest[learner] = max(number, newest.get(learner, -1))
     return newest
+
+
+def newest_incarnation(store: Store, learner: str) -> int:
+    """Return a learner's newest incarnation; -1 if it has not started."""
+    return max(numbers_in(store, f"learners/{learner}"), default=-1)
 
 
 def departed(store: Store) -> frozenset[str]:

@@ -19,7 +19,6 @@ from infra.routing import RoutedStore
 from infra.store import Store, open_store
 from islands import names
 from islands.config import (
-    IslandConfig,
     RunConfig,
     changed_identity,
     config_from_json,
@@ -30,6 +29,7 @@ from islands.config import (
 from islands.data import require_enough
 from islands.fragments import is_due
 from islands.schedule import own_share
+from islands.sections import IslandConfig
 from islands.types import (
     ConfigError,
     DamagedObject,

@@ -31,7 +31,7 @@ from tasks.collecting import live_names, retention_facts
 from tasks.evidence import Evidence, Verification
 from tasks.runs import open_run
 
-_COUNTED = ("synchronizers", "changes")
+_COUNTED = ("synchronizers", "changes", "stops")
 
 
 def verify(store_url: str, run_id: str) -> Verification:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from infra.store import Store
@@ -88,7 +89,7 @@ def driver_of(run: Run, build: Callable[[str], Learner] | None = None) -> Driver
         run,
         build or (lambda name: building.build_learner(run, name)),
         lambda beat: None,
-        evaluating.evaluate,
+        partial(evaluating.evaluate, closes=True),
     )
 
 

@@ -24,7 +24,7 @@ Sources = Mapping[str, str]
 Checker = Callable[[Sources], list[str]]
 
 MAY_IMPORT = {
-    "flows": ("flows", "tasks", "islands.config", "islands.types", "infra"),
+    "flows": ("flows", "tasks", "islands.config", "islands.sections", "islands.types", "infra"),
     "tasks": ("tasks", "infra", "islands"),
     "infra": ("infra", "islands.types"),
     "islands": ("islands",),
@@ -37,7 +37,7 @@ TORCH_FILES = tuple(
 )
 VENDORS_OF_ISLANDS = {
     "numpy": ("islands/*.py", "islands/simulation/*.py"),
-    "pydantic": ("islands/config.py",),
+    "pydantic": ("islands/config.py", "islands/sections.py"),
     "tomli_w": ("islands/config.py",),
     "torch": TORCH_FILES,
 }

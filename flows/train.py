@@ -1,0 +1,70 @@
+"""Flow `train`: one run, from an empty store to an evaluated model; or the rest of an interrupted one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Completed, Failed
+
+from islands.config import RunConfig
+from tasks import starting, stopping, supervising
+from tasks.closing import close_run
+from tasks.supervising import Supervisor
+
+_TICK_SECONDS = 1.0
+# Prefect kills a cancelled flow after 30 s.
+_STOP_SECONDS = 25.0
+
+
+def _name() -> str:
+    return f"train {flow_run.parameters.get('run') or 'a new run'}"
+
+
+# The configuration is checked by the project's own door, which is stricter than Prefect's, as the first act.
+@flow(name="train", flow_run_name=_name, validate_parameters=False)
+def train(
+    config: RunConfig = RunConfig(),  # noqa: B008  frozen
+    run: str | None = None,
+    resume: bool = False,
+) -> State[Any]:
+    """Train one model on several islands, from an empty store to an evaluated model.
+
+    Args:
+        config: Everything the run can be told.
+        run: Name of the run: a new one, or with `resume` one that exists. Empty: run-1, run-2, …
+        resume: Go on with the run of that name; of the configuration, only `store` is looked at.
+    """
+    opened = starting.open_or_create(config, run, resume=resume)
+    starting.name_flow_run(f"train {opened.run_id}")
+    supervisor = Supervisor(opened, get_run_logger())
+    with starting.tracked(opened) as ending:
+        try:
+            ending.status = _supervise(supervisor)
+        except TerminationSignal:
+            supervising.ask_all_to_stop(opened, "the flow run of train was cancelled")
+            supervising.wait_until_away(supervisor, _STOP_SECONDS)
+            ending.status = "KILLED"
+            raise
+    if ending.status == "KILLED":
+        return Cancelled(message=f"stopped on request; `diloco resume {opened.run_id}` continues")
+    if ending.status == "FAILED":
+        return Failed(message="every island died before its first merge")
+    return Completed(message="trained, merged and evaluated", data=opened.run_id)
+
+
+def _supervise(supervisor: Supervisor) -> str:
+    """Tick until all islands have left, then close the run; return how MLflow calls that ending."""
+    run = supervisor.run
+    while not supervisor.have_all_left():
+        if stopping.is_asked(run):
+            supervising.wait_until_away(supervisor, _STOP_SECONDS)
+            return "KILLED"
+        supervisor.tick()
+        time.sleep(_TICK_SECONDS)
+    score = close_run(run, supervising.settle(run, sleep=time.sleep))
+    return "FAILED" if score is None else "FINISHED"

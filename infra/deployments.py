@@ -1,0 +1,212 @@
+"""The deployments: which flows Prefect offers, what triggers them, and starting and looking at their runs.
+
+Knows flows by the string of their entrypoint and Prefect's client; must not import a flow, nor know what one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect import serve
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.deployments import run_deployment
+from prefect.deployments.runner import RunnerDeployment
+from prefect.events import DeploymentEventTrigger
+from prefect.exceptions import PrefectException
+from prefect.flows import Flow, load_flow_from_entrypoint
+from prefect.types.entrypoint import EntrypointType
+
+from infra import events
+from islands.types import ServiceUnavailable
+
+NAME = "diloco"
+FLOWS = ("train", "island", "synchronize", "evaluate")
+# A serve process starts five flow runs at most unless told otherwise: no room for a synchronizer beside four islands.
+MOST_RUNS = 32
+_LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+_VENDOR_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
+
+
+def serve_all(parameters: Mapping[str, Mapping[str, Any]], *, evaluate_seconds: float) -> None:
+    """Create or update the deployments and serve them in this process until it is told to stop.
+
+    Args:
+        parameters: flow -> the values its form starts with.
+        evaluate_seconds: interval of the schedule of `evaluate`, when it is first created.
+    """
+    serve(
+        *(_deployment(flow, parameters.get(flow, {}), evaluate_seconds) for flow in FLOWS),
+        limit=MOST_RUNS,
+        pause_on_shutdown=False,
+        print_starting_message=False,
+    )
+
+
+def _deployment(
+    flow: str, parameters: Mapping[str, Any], evaluate_seconds: float
+) -> RunnerDeployment:
+    loaded: Flow[..., Any] = load_flow_from_entrypoint(f"flows.{flow}.{flow}")
+    interval = timedelta(seconds=evaluate_seconds) if flow == "evaluate" else None
+    made = loaded.to_deployment(
+        NAME,
+        interval=interval,
+        triggers=[_quorum_trigger()] if flow == "synchronize" else None,
+        parameters=dict(parameters),
+        tags=["diloco"],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    assert isinstance(made, RunnerDeployment)
+    return made
+
+
+def _quorum_trigger() -> DeploymentEventTrigger:
+    labels = {"store": events.STORE_LABEL, "run": events.RUN_LABEL, "ring": events.KEY_LABEL}
+    return DeploymentEventTrigger(
+        name="a quorum waits",
+        expect={events.QUORUM},
+        match={"prefect.resource.id": f"{events.RESOURCE}.*"},
+        for_each={events.KEY_LABEL},
+        threshold=1,
+        within=timedelta(seconds=60),
+        parameters={name: f"{{{{ event.resource['{label}'] }}}}" for name, label in labels.items()},
+    )
+
+
+def start(
+    flow: str,
+    parameters: Mapping[str, Any],
+    *,
+    tags: Sequence[str] = (),
+    key: str | None = None,
+    name: str | None = None,
+    is_child: bool = False,
+) -> str:
+    """Start a run of a deployment and return the flow run's id at once; with a key, at most one run per key.
+
+    `is_child`: show it as part of the flow run that calls.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer, refused the parameters, or has no such deployment.
+    """
+    try:
+        run = run_deployment(
+            f"{flow}/{NAME}",
+            parameters=dict(parameters),
+            timeout=0,
+            tags=[*tags],
+            idempotency_key=key,
+            flow_run_name=name,
+            as_subflow=is_child,
+        )
+    except _VENDOR_ERRORS as exc:
+        raise ServiceUnavailable(
+            f"Prefect must start a run of {flow}/{NAME}, got: {_first_line(exc)}; "
+            "is `diloco up` running, with this PREFECT_API_URL?"
+        ) from exc
+    assert not asyncio.iscoroutine(run)
+    return str(run.id)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A flow run's state: its type, such as "RUNNING" or "CRASHED", and what Prefect says about it."""
+
+    kind: str = "PENDING"
+    message: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the flow run has ended."""
+        return self.kind not in {living.value for living in _LIVING}
+
+
+def state_of(flow_run: str) -> RunState:
+    """Return the state of a flow run.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    with _client() as client:
+        try:
+            state = client.read_flow_run(UUID(flow_run)).state
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+    return RunState() if state is None else RunState(str(state.type.value), state.message or "")
+
+
+def living_run(flow: str, tags: Sequence[str]) -> str | None:
+    """Return the newest flow run of a flow with all these tags that has not ended, None if there is none.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    with _client() as client:
+        try:
+            found = client.read_flow_runs(
+                flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
+                flow_run_filter=FlowRunFilter(
+                    tags=FlowRunFilterTags(all_=[*tags]),
+                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*_LIVING])),
+                ),
+            )
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+    ordered = sorted(found, key=lambda run: str(run.created))
+    return str(ordered[-1].id) if ordered else None
+
+
+def are_served() -> bool:
+    """Say whether Prefect answers and knows every deployment."""
+    with _client() as client:
+        try:
+            found = client.read_deployments(
+                deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[NAME]))
+            )
+            flows = {client.read_flow(deployment.flow_id).name for deployment in found}
+        except _VENDOR_ERRORS:
+            return False
+    return flows >= set(FLOWS)
+
+
+def rename(flow_run: str, name: str) -> None:
+    """Give a flow run another name.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    with _client() as client:
+        try:
+            client.update_flow_run(UUID(flow_run), name=name)
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+
+
+def _client() -> SyncPrefectClient:
+    return get_client(sync_client=True)
+
+
+def _unanswered(exc: Exception) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        f"Prefect must answer, got: {_first_line(exc)}; is it running, and PREFECT_API_URL right?"
+    )
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc) or type(exc).__name__).partition("\n")[0]

@@ -1,0 +1,278 @@
+"""What a run's versions say as metrics: commits in, points out.
+
+Knows commits and what they carry of contributions; must not know a store, a tracker or a clock.
+
+A point depends on one commit and on the commit before it of the same fragment, on nothing else: not on which points
+were made before, nor on how the fragments' commits interleave. So whoever reads a commit again makes exactly the same
+points, and a tracker that recognises a point it has seen can be sent everything twice.
+
+Steps, the horizontal axis of every chart:
+
+    run, synchronizer   tokens merged so far into the fragment that advanced. The fragments move together; their mean is
+                        what a snapshot calls merged tokens
+    an island           tokens it had trained when it made the contribution: its steps times its tokens per step (exact
+                        unless its batch size was changed on a resume)
+
+Keys:
+
+    run           run/merged_tokens, run/merged_share (of the tokens trained up to each island's last merged
+                  contribution), run/train_loss (bits per token, mean over the merged contributions by tokens; each is a
+                  running mean already); eval/bits_per_byte, eval/bigram
+    synchronizer  sync/version_f<p>, sync/quorum (contributions merged), sync/merged_tokens (by this version),
+                  sync/refused (contributions refused in it), sync/staleness_mean, sync/median_norm,
+                  sync/merge_interval_seconds (since the fragment's version before)
+    an island     train/loss (bits per token), train/tokens, train/tokens_per_second, train/idle_percent,
+                  sync/staleness (versions), sync/merged_share (merged over trained tokens of the fragment so far),
+                  sync/share_of_merges (its weight over all weights of the version), sync/refused (contributions of it
+                  refused in this version), comm/bytes_up, comm/bytes_down (by its incarnation so far)
+
+What is unknown (a loss of 0, a step time of 0) makes no point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from islands.contributions import Consumed, Tally
+from islands.versions import Commit
+
+RUN = "run"
+SYNCHRONIZER = "synchronizer"
+BITS_PER_NAT = 1 / math.log(2)
+# A time beyond this (the year 5138) is no time: a learner may write anything.
+LATEST_STAMP = 1e11
+LARGEST_STEP = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of one metric.
+
+    Attributes:
+        run: `RUN`, `SYNCHRONIZER` or what `island_part` returns.
+        step: tokens, see above.
+        at: seconds since 1970 by the clock of who wrote the record; the local driver writes base steps.
+    """
+
+    run: str
+    key: str
+    value: float
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One snapshot's score, in bits per byte; `at`: when its newest version was made."""
+
+    number: int
+    merged_tokens: int
+    bits_per_byte: float
+    bigram: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One merged contribution, as the figures show it.
+
+    `merged_tokens` of the fragment after the merge; `loss` in bits per token, 0 while unknown; `share`: the island's
+    part of all tokens merged into the fragment so far; `pushed_at`, `merged_at` as `Point.at`.
+    """
+
+    island: str
+    fragment: int
+    merged_tokens: int
+    loss: float
+    staleness: int
+    share: float
+    pushed_at: float
+    merged_at: float
+
+
+def island_part(name: str) -> str:
+    """Return the part of a run that an island's points belong to; no island's name holds a slash."""
+    return f"island/{name}"
+
+
+def points_of(
+    commit: Commit, before: Commit, tokens_per_step: Mapping[str, float]
+) -> Iterator[Point]:
+    """Yield the points of one version; version 0 has none.
+
+    Args:
+        commit: a version of a fragment.
+        before: the version before it of the same fragment; of version 0, itself.
+        tokens_per_step: learner -> tokens of one inner step.
+    """
+    if commit.version == 0:
+        return
+    yield from _run_points(commit, tokens_per_step)
+    yield from _synchronizer_points(commit, before)
+    all_weights = math.fsum(entry.weight for entry in commit.consumed)
+    for entry in commit.consumed:
+        yield from _island_points(commit, entry, all_weights)
+    yield from _refusals(commit, tokens_per_step)
+
+
+def evaluation_points(evaluation: Evaluation) -> Iterator[Point]:
+    """Yield the points of one evaluation."""
+    for key, value in (
+        ("eval/bits_per_byte", evaluation.bits_per_byte),
+        ("eval/bigram", evaluation.bigram),
+    ):
+        yield Point(RUN, key, value, evaluation.merged_tokens, evaluation.at)
+
+
+def samples_of(commit: Commit) -> Iterator[Sample]:
+    """Yield what the figures show of one version, one sample per merged contribution."""
+    for entry in commit.consumed:
+        merged = commit.tallies.get(entry.learner, Tally()).merged
+        yield Sample(
+            island=entry.learner,
+            fragment=commit.fragment,
+            merged_tokens=commit.merged_tokens,
+            loss=_bits(entry),
+            staleness=entry.staleness,
+            share=_ratio(merged, commit.merged_tokens),
+            pushed_at=_pushed_at(commit, entry),
+            merged_at=commit.at,
+        )
+
+
+def thinned(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """Return at most `most` of the samples, evenly taken, in their order; the last one is always among them."""
+    stride = -(-len(samples) // most) if samples else 1
+    return list(samples[::-1][::stride][::-1])
+
+
+def trained_at(entry: Consumed) -> int:
+    """Return the tokens a learner had trained at the end of a contribution: its steps times its tokens per step."""
+    return entry.stop.step * entry.num_tokens // entry.num_steps
+
+
+def _run_points(commit: Commit, tokens_per_step: Mapping[str, float]) -> Iterator[Point]:
+    trained = math.fsum(
+        tally.consumed_to.step * tokens_per_step.get(name, 0.0)
+        for name, tally in commit.tallies.items()
+    )
+    known = [(entry.num_tokens, _bits(entry)) for entry in commit.consumed if _bits(entry)]
+    values = {
+        "run/merged_tokens": float(commit.merged_tokens),
+        "run/merged_share": _ratio(commit.merged_tokens, trained),
+    }
+    if known:
+        values["run/train_loss"] = math.fsum(n * loss for n, loss in known) / sum(
+            n for n, _ in known
+        )
+    yield from _points(RUN, values, _step(commit.merged_tokens), _time(commit.at, 0.0))
+
+
+def _synchronizer_points(commit: Commit, before: Commit) -> Iterator[Point]:
+    consumed = commit.consumed
+    values = {
+        f"sync/version_f{commit.fragment}": float(commit.version),
+        "sync/quorum": float(len(consumed)),
+        "sync/merged_tokens": float(sum(entry.num_tokens for entry in consumed)),
+        "sync/refused": float(len(commit.refused)),
+        "sync/staleness_mean": _ratio(sum(entry.staleness for entry in consumed), len(consumed)),
+        "sync/median_norm": commit.median_norm,
+    }
+    if before.version > 0:  # version 0 was made with the run, not by a merge
+        values["sync/merge_interval_seconds"] = commit.at - before.at
+    yield from _points(SYNCHRONIZER, values, _step(commit.merged_tokens), _time(commit.at, 0.0))
+
+
+def _island_points(commit: Commit, entry: Consumed, all_weights: float) -> Iterator[Point]:
+    told, trained = entry.telemetry, trained_at(entry)
+    tally = commit.tallies.get(entry.learner, Tally())
+    values = {
+        "train/tokens": float(trained),
+        "train/idle_percent": told.idle_share * 100,
+        "sync/staleness": float(entry.staleness),
+        "sync/merged_share": _ratio(tally.merged, trained),
+        "sync/share_of_merges": _ratio(entry.weight, all_weights),
+        "comm/bytes_up": float(told.bytes_up),
+        "comm/bytes_down": float(told.bytes_down),
+    }
+    if loss := _bits(entry):
+        values["train/loss"] = loss
+    if entry.step_seconds > 0:
+        values["train/tokens_per_second"] = entry.num_tokens / entry.num_steps / entry.step_seconds
+    yield from _points(
+        island_part(entry.learner), values, _step(trained), _pushed_at(commit, entry)
+    )
+
+
+def _refusals(commit: Commit, tokens_per_step: Mapping[str, float]) -> Iterator[Point]:
+    """Yield how many contributions of each learner that took part were refused, 0 included, so that a chart falls."""
+    counts = dict.fromkeys((entry.learner for entry in commit.consumed), 0)
+    for verdict in commit.refused:
+        counts[verdict.learner] = counts.get(verdict.learner, 0) + 1
+    for learner, count in counts.items():
+        reached = commit.tallies.get(learner, Tally()).consumed_to.step
+        step = _step(int(reached * tokens_per_step.get(learner, 0.0)))
+        yield from _points(
+            island_part(learner), {"sync/refused": float(count)}, step, _time(commit.at, 0.0)
+        )
+
+
+def _points(run: str, values: Mapping[str, float], step: int, at: float) -> Iterator[Point]:
+    """Yield a point for each value that is a number: one that is none says nothing, and would stop a tracker."""
+    return (
+        Point(run, key, value, step, at) for key, value in values.items() if math.isfinite(value)
+    )
+
+
+def _bits(entry: Consumed) -> float:
+    """Return the loss in bits per token, 0 while unknown."""
+    return entry.telemetry.loss * BITS_PER_NAT
+
+
+def _pushed_at(commit: Commit, entry: Consumed) -> float:
+    return _time(entry.telemetry.at, _time(commit.at, 0.0))
+
+
+def _time(at: float, otherwise: float) -> float:
+    return at if 0 < at < LATEST_STAMP else otherwise
+
+
+def _step(num_tokens: int) -> int:
+    return max(0, min(num_tokens, LARGEST_STEP))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def stretches(
+    starts: Sequence[float], pushes: Sequence[float], left_at: float | None
+) -> list[tuple[float, float]]:
+    """Return when an island trained: per incarnation, from its start to its last known push.
+
+    Args:
+        starts: of its incarnations, in their order.
+        pushes: when it made the contributions that were merged.
+        left_at: when it left, which ends the last stretch; None if it has not.
+    """
+    found = []
+    for number, start in enumerate(starts):
+        is_last = number + 1 == len(starts)
+        until = math.inf if is_last else starts[number + 1]
+        end = max((at for at in pushes if start <= at < until), default=start)
+        found.append((start, left_at if is_last and left_at is not None else end))
+    return [(start, max(start, end)) for start, end in found]
+
+
+def series(samples: Sequence[Sample], value: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return one value of the samples over merged tokens, as (xs, ys).
+
+    Args:
+        samples: of one island, in any order.
+        value: "loss" (unknown ones are left out), "staleness" or "share".
+    """
+    rows = sorted((sample.merged_tokens, getattr(sample, value)) for sample in samples)
+    known = [row for row in rows if row[1] or value != "loss"]
+    return tuple(float(x) for x, _ in known), tuple(float(y) for _, y in known)

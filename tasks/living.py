@@ -1,0 +1,240 @@
+"""One incarnation of a learner in this process: its thread trains, two others exchange.
+
+Knows the learner, its sender and its receiver; must not know who called or what a cluster is. The learner's own thread
+does training steps and adoptions; all else it does (copies, handing over, looking for arrivals) is measured as idle.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+
+import torch
+
+from islands.contributions import Telemetry, smoothed
+from islands.data import batch_at
+from islands.fragments import own_period
+from islands.types import LearnerLost
+from tasks import building, exchanging, history, records
+from tasks.exchanging import Exchange
+from tasks.receiving import Arrived, Receiver, arrived_from
+from tasks.records import NewAttempt, Stamp
+from tasks.runs import Run, read_shard
+from tasks.segments import Stretch
+from tasks.sending import Sender, Standing, Tell
+
+# How long the last pushes and checkpoint may take when asked to stop; a stop must be over in 30 s.
+DRAIN_SECONDS = 20.0
+# A store that is down when a learner has trained its share is waited for this long, piece by piece.
+_PATIENCE_SECONDS = 600.0
+
+
+class Life:
+    """A learner from its registration to its end. Call `train` from one thread.
+
+    Args:
+        run: an open run with version 0 of every fragment.
+        name: of the island.
+        new_attempt: returns a name no other writer uses.
+        stamp: the time to write beside records.
+        tell: told of what happens; must not block.
+    """
+
+    def __init__(
+        self, run: Run, name: str, new_attempt: NewAttempt, *, stamp: Stamp, tell: Tell
+    ) -> None:
+        self.run = run
+        self.island = run.island(name)
+        self._stamp = stamp
+        self._tell = tell
+        torch.set_num_threads(self.island.cluster.threads)
+        self._shard = read_shard(run, name)
+        self._learner = building.build_learner(run, name)
+        where = {"host": socket.gethostname(), "process": os.getpid()}
+        past = history.register(run, name, new_attempt, stamp=stamp, where=where)
+        heads = [
+            arrived_from(run, *records.find_head(run.store, layout.index)) for layout in run.layouts
+        ]
+        saved = None
+        if past.last is None:
+            self._learner.begin([head.base for head in heads], incarnation=past.incarnation)
+        else:
+            saved = exchanging.newest_checkpoint(run, name)
+            self._learner.come_back(
+                None if saved is None else saved.state,
+                past.last,
+                [head.base for head in heads],
+                incarnation=past.incarnation,
+            )
+        self.incarnation = past.incarnation
+        self._share = run.own_tokens(name)
+        self._peers = [head.step_seconds for head in heads]
+        self._step_seconds = 0.0
+        self._loss = 0.0
+        self._useful = 0.0
+        self._allocated = 0.0
+        self._saved_at = time.monotonic()
+        exchange = Exchange(run, name, past.incarnation, past.last_digest, new_attempt, stamp=stamp)
+        self._sender = Sender(exchange, len(run.layouts), tell)
+        self._receiver = Receiver(run, name, past.incarnation, heads, tell)
+        since = "starts" if saved is None and past.last is None else "comes back"
+        text = f"{name} {since} as incarnation {past.incarnation} at step {self._learner.position.step}"
+        tell({"kind": "log", "level": "info", "text": text})
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later incarnation of this learner has registered."""
+        return records.newest_incarnation(self.run.store, self.island.name) > self.incarnation
+
+    def train(self, seconds: float) -> Stretch:
+        """Train for so long, or until the share is trained or somebody asks to stop; return how it went.
+
+        Raises:
+            Refused: the learner's numbers are broken; a new incarnation must go on from a healthy checkpoint.
+        """
+        learner, begun = self._learner, time.perf_counter()
+        first_step, now, outcome = learner.position.step, begun, "goes on"
+        while outcome == "goes on" and now < begun + seconds:
+            if self._sender.failure is not None:
+                raise self._sender.failure
+            if self._receiver.reason is not None:
+                outcome = self._receiver.reason
+            elif learner.trained >= self._share:
+                outcome = "left"
+            else:
+                now = self._one_step(now)
+        if outcome == "stopped":
+            self._stop()
+        elif outcome == "left":
+            outcome = self._leave()
+        return Stretch(
+            outcome=outcome,
+            incarnation=self.incarnation,
+            step=learner.position.step,
+            trained=learner.trained,
+            num_steps=learner.position.step - first_step,
+            seconds=time.perf_counter() - begun,
+            loss=self._loss,
+            idle_share=self._idle_share(),
+        )
+
+    def close(self) -> None:
+        """End the exchange; nothing more of this incarnation is written."""
+        self._receiver.close()
+        self._sender.close()
+
+    # --- one step ---
+
+    def _one_step(self, begun: float) -> float:
+        """Adopt, train one step, hand over what is due; return the time at its end."""
+        learner, config = self._learner, self.run.config
+        for fragment, arrived in sorted(self._receiver.take().items()):
+            self._adopt(fragment, arrived)
+        batch = batch_at(
+            self._shard,
+            cursor=learner.cursor,
+            batch_size=self.island.batch_size,
+            context=config.model.context,
+            seed=config.seed,
+            learner=self.island.name,
+        )
+        num_tokens = self.island.batch_size * config.model.context
+        loss = learner.step(batch, num_tokens=num_tokens, num_samples=self.island.batch_size)
+        trained = time.perf_counter()
+        self._loss = smoothed(self._loss, loss)
+        self._pace(trained - begun)
+        for fragment, tokens in self._sender.take_dropped():
+            learner.count_replaced(fragment, tokens)
+        if due := learner.due():
+            self._hand_over(due)
+        if time.monotonic() - self._saved_at >= config.pipeline.checkpoint_seconds:
+            self._save()
+        now = time.perf_counter()
+        self._useful += trained - begun
+        self._allocated += now - begun
+        return now
+
+    def _adopt(self, fragment: int, arrived: Arrived) -> None:
+        self._peers[fragment] = arrived.step_seconds
+        if arrived.base.version <= self._learner.clock(fragment).base_version:
+            return
+        self._learner.adopt(
+            fragment,
+            arrived.base,
+            alpha=self.run.config.sync.alpha,
+            next_push_steps=self._own_period(fragment),
+        )
+
+    def _pace(self, seconds: float) -> None:
+        """Take a step's time into the running estimate; a single hiccup must not move it far."""
+        known = self._step_seconds
+        self._step_seconds = (
+            seconds if known == 0 else known + 0.05 * (min(seconds, 4 * known) - known)
+        )
+        self._receiver.poll_seconds = min(1.0, max(0.02, self._step_seconds))
+
+    def _own_period(self, fragment: int) -> int:
+        return own_period(
+            self.run.config.sync.period_steps,
+            step_seconds=self._step_seconds,
+            all_step_seconds=self._peers[fragment],
+        )
+
+    def _hand_over(self, fragments: list[int]) -> None:
+        learner = self._learner
+        copies = [learner.copy(p, next_push_steps=self._own_period(p)) for p in fragments]
+        self._sender.offer(copies, self._standing())
+
+    def _standing(self) -> Standing:
+        telemetry = Telemetry(
+            loss=self._loss,
+            idle_share=self._idle_share(),
+            bytes_down=self._receiver.bytes_down,
+        )
+        return Standing(self._learner.record(""), self._step_seconds, telemetry)
+
+    def _idle_share(self) -> float:
+        return 1.0 - self._useful / self._allocated if self._allocated > 0 else 0.0
+
+    # --- saving and ending ---
+
+    def _save(self) -> None:
+        if self._sender.save(self._learner.state("")):
+            self._saved_at = time.monotonic()
+
+    def _stop(self) -> None:
+        """Write what is handed over, then a checkpoint; what is not copied stays open, and lives in the checkpoint."""
+        self._sender.drain(DRAIN_SECONDS / 2)
+        self._save()
+        if not self._sender.drain(DRAIN_SECONDS / 2):
+            text = "the last checkpoint was not written in time: the one before counts"
+            self._tell({"kind": "log", "level": "warning", "text": text})
+
+    def _leave(self) -> str:
+        """Push what is left, and say farewell; return how it ended."""
+        learner = self._learner
+        rest = [
+            p
+            for p in range(len(self.run.layouts))
+            if learner.clock(p).open_tokens > learner.clock(p).copied_tokens
+        ]
+        self._hand_over(rest)
+        for _ in range(math.ceil(_PATIENCE_SECONDS / 2)):
+            if self._sender.drain(2.0):
+                break
+            if self._sender.failure is not None:
+                raise self._sender.failure
+            if self._receiver.reason is not None:
+                return self._receiver.reason
+        else:
+            raise LearnerLost(
+                f"{self.island.name} could not push its last work in {_PATIENCE_SECONDS:g} s; "
+                "see whether the store answers"
+            )
+        for fragment, tokens in self._sender.take_dropped():
+            learner.count_replaced(fragment, tokens)
+        previous = self._sender.close()
+        history.leave(self.run, learner.record(previous), stamp=self._stamp)
+        return "left"

@@ -1,0 +1,102 @@
+"""When a synchronizer must be called: a quorum is complete, and nobody merges it. No torch.
+
+Knows the inboxes, the heads, and the looker's own monotonic seconds; must not know how a call is made. Nobody asks
+whether a synchronizer lives: a head that does not move although it could is what counts.
+
+The key of a call must change while nobody answers. Told as a story:
+
+    1. a quorum is complete: an island calls, with a key made of the run and the merges so far;
+    2. the flow that answers is killed before its first merge;
+    3. everybody calls again, with the same key; it was answered once, so nothing starts.
+
+So the number of synchronizers that have enlisted so far, and of whole intervals waited, are part of the key. Which
+fragment waits is not: a synchronizer merges them all, and two islands may see two of them wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasks import records
+from tasks.inbox import Roster, View
+from tasks.runs import Run
+
+# How long a call may go unanswered before the next one.
+RING_SECONDS = 10.0
+# A living synchronizer merges within pace and grace; twice that, and at least so long, says it is not there.
+SHORTEST_DOUBT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A call for a synchronizer.
+
+    `num_merges`: outer steps so far. `num_synchronizers`: enlisted so far. `num_intervals`: whole ones waited.
+    """
+
+    run_id: str
+    num_merges: int
+    num_synchronizers: int
+    num_intervals: int
+
+    @property
+    def key(self) -> str:
+        """The same for everybody who calls for the same reason at about the same time."""
+        return f"{self.run_id}-m{self.num_merges}-n{self.num_synchronizers}-k{self.num_intervals}"
+
+
+class Bell:
+    """Watches a run's inboxes and says when to ring. One thread.
+
+    Args:
+        run: an open run with version 0 of every fragment.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._roster = Roster(run)
+        self._views = [View(run, layout) for layout in run.layouts]
+        self._num_merges = -1
+        self._since: float | None = None  # a quorum is complete, and no head has moved
+
+    def look(self, *, now: float) -> Ring | None:
+        """Return the call that is due, None if there is none.
+
+        Raises:
+            StoreUnavailable: the store did not answer.
+        """
+        doubt = self._doubt_seconds(now)
+        if doubt is None or self._since is None or now - self._since < doubt:
+            return None
+        return Ring(
+            run_id=self._run.run_id,
+            num_merges=self._num_merges,
+            num_synchronizers=records.next_number(self._run.store, "synchronizers"),
+            num_intervals=int((now - self._since) // RING_SECONDS),
+        )
+
+    def is_waiting(self, *, now: float) -> bool:
+        """Say whether a quorum is complete, overdue or not yet."""
+        return self._doubt_seconds(now) is not None
+
+    def _doubt_seconds(self, now: float) -> float | None:
+        """Return how long a complete quorum may wait before somebody rings; None while no quorum is complete."""
+        members = self._roster.members()
+        doubts = []
+        for view in self._views:
+            view.refresh()
+            view.observe(now)
+            chosen = view.acceptable(members)
+            state = view.round(members, chosen)
+            if len(chosen) >= (1 if state.is_final else state.min_learners):
+                least = 2 * (state.period_seconds + state.grace_seconds)
+                doubts.append(max(least, SHORTEST_DOUBT_SECONDS))
+        num_merges = sum(view.head.version for view in self._views)
+        if num_merges != self._num_merges or not doubts:
+            self._since = None
+        self._num_merges = num_merges
+        if not doubts:
+            return None
+        self._since = now if self._since is None else self._since
+        # Before the first merge there is no synchronizer to give time to.
+        return 0.0 if num_merges == 0 else min(doubts)

@@ -1,0 +1,90 @@
+"""What an island's cluster runs: one stretch of training, the learner kept warm in the process in between.
+
+Knows lives by island; must not know Prefect, nor anything of the cluster but a way to tell it what happens. Whoever
+sends an order imports this module too, so torch is loaded where the order is carried out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from infra.clusters import teller
+from tasks.records import new_attempt
+from tasks.runs import open_run
+
+if TYPE_CHECKING:
+    from tasks.living import Life
+
+Key = tuple[str, str, str]
+_lives: dict[Key, Life] = {}
+_turns: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An order to train: which island of which run, and for how long."""
+
+    store_url: str
+    run_id: str
+    island: str
+    seconds: float
+
+    @property
+    def topic(self) -> str:
+        """Under which the learner tells what happens; the same for every segment of an island."""
+        return f"diloco/{self.run_id}/{self.island}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What one stretch of training did.
+
+    `outcome`: "goes on", "left" (its share is trained and pushed), "stopped", "superseded" or "finished". `idle_share`:
+    of its thread's seconds since the incarnation began, those in neither training steps nor adoptions.
+    """
+
+    outcome: str
+    incarnation: int
+    step: int
+    trained: int
+    num_steps: int
+    seconds: float
+    loss: float
+    idle_share: float
+
+
+def train_segment(segment: Segment) -> Stretch:
+    """Train an island's learner for one segment in this process, going on where the segment before ended.
+
+    Without one in this process, or if a later incarnation has registered elsewhere, a new incarnation begins. A second
+    call for the same island waits for the end of the first.
+
+    Raises:
+        IslandsError: this incarnation is over; the next call begins another from the newest healthy checkpoint.
+    """
+    from tasks.living import Life
+
+    key = (segment.store_url, segment.run_id, segment.island)
+    with _turns[key]:
+        life = _lives.pop(key, None)
+        goes_on = False
+        try:
+            if life is not None and life.is_superseded:
+                life.close()
+                life = None
+            if life is None:
+                run = open_run(segment.store_url, segment.run_id)
+                tell = teller(segment.topic)
+                life = Life(run, segment.island, new_attempt, stamp=time.time, tell=tell)
+            stretch = life.train(segment.seconds)
+            goes_on = stretch.outcome == "goes on"
+            return stretch
+        finally:
+            if life is not None and goes_on:
+                _lives[key] = life
+            elif life is not None:
+                life.close()

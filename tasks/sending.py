@@ -1,0 +1,208 @@
+"""The thread that carries a learner's copies and checkpoints to the store. One writer, so its records form one chain.
+
+Knows `Exchange` and an outbox; must not know when anything is due. The learner's thread only hands things over: no call
+of `Sender` waits for the store, save for `drain`, at the end.
+
+Why one thread writes both pushes and checkpoints: every record links to the one before, and links only move forward.
+
+    1. the learner's thread takes the state for a checkpoint, at step 100;
+    2. were a push written first, it would carry the account of step 120;
+    3. the checkpoint would then link a past to its future.
+
+So a waiting checkpoint goes before any push.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from islands.contributions import Telemetry
+from islands.learner import Copy, LearnerState
+from islands.ledger import LearnerRecord
+from islands.types import IslandsError, Refused, StoreUnavailable
+from tasks.exchanging import Exchange
+
+LONGEST_PAUSE_SECONDS = 10.0
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The learner at a step boundary, as its thread last published it: account, pace, and what people look at."""
+
+    account: LearnerRecord
+    step_seconds: float
+    telemetry: Telemetry
+
+
+class Sender:
+    """Writes what the learner hands over, in the background.
+
+    Args:
+        exchange: of this incarnation; only this thread uses it from now on.
+        num_fragments: of the run.
+        tell: told of each commit and of trouble; must not block.
+    """
+
+    def __init__(self, exchange: Exchange, num_fragments: int, tell: Tell) -> None:
+        self._exchange = exchange
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._outbox: dict[int, Copy] = {}
+        self._state: LearnerState | None = None
+        self._standing: Standing | None = None
+        self._dropped: list[tuple[int, int]] = []
+        self._sent_at = [0] * num_fragments  # in commits: whose last one is oldest goes first
+        self._is_busy = False
+        self._is_closed = False
+        self._failure: IslandsError | None = None
+        self.num_commits = 0
+        self.bytes_up = 0
+        self._thread = threading.Thread(target=self._work, name="diloco-sender", daemon=True)
+        self._thread.start()
+
+    # --- the learner's side ---
+
+    def offer(self, copies: Sequence[Copy], standing: Standing) -> None:
+        """Hand over copies; each takes the place of an older one of its fragment that is still unsent."""
+        with self._changed:
+            self._standing = standing
+            for copy in copies:
+                unsent = self._outbox.get(copy.fragment)
+                if unsent is not None:
+                    self._drop(unsent, copy)
+                self._outbox[copy.fragment] = copy
+            self._changed.notify_all()
+
+    def save(self, state: LearnerState) -> bool:
+        """Hand over a checkpoint's state; False if the one before is not written yet."""
+        with self._changed:
+            if self._state is not None:
+                return False
+            self._state = state
+            self._changed.notify_all()
+        return True
+
+    def take_dropped(self) -> list[tuple[int, int]]:
+        """Return (fragment, tokens) of copies of earlier intervals that were dropped unsent, since the last call."""
+        if not self._dropped:  # looked at every step: without the lock
+            return []
+        with self._changed:
+            dropped, self._dropped = self._dropped, []
+        return dropped
+
+    @property
+    def failure(self) -> IslandsError | None:
+        """What ended this thread, if anything did."""
+        return self._failure
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything handed over is written; False if it took longer or the thread has failed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_idle() or self._failure, seconds) is True
+
+    def close(self) -> str:
+        """End the thread after what it is writing, and return the digest of its newest record."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        return self._exchange.previous
+
+    # --- the thread ---
+
+    def _is_idle(self) -> bool:
+        return not (self._outbox or self._state or self._is_busy)
+
+    def _drop(self, unsent: Copy, newer: Copy) -> None:
+        """A newer copy of the same interval covers the older; one of a later interval leaves it unsent for good."""
+        if unsent.start != newer.start:
+            self._dropped.append((unsent.fragment, unsent.num_tokens))
+
+    def _work(self) -> None:
+        pause = 0.5
+        while (task := self._next()) is not None:
+            try:
+                task()
+                pause = 0.5
+            except StoreUnavailable as exc:
+                self._tell({"kind": "log", "level": "warning", "text": f"the store: {exc}; again"})
+                self._rest(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            except IslandsError as exc:
+                with self._changed:
+                    self._failure = exc
+            finally:
+                with self._changed:
+                    self._is_busy = False
+                    self._changed.notify_all()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or (self._failure is None and not self._is_idle())
+            )
+            if self._is_closed or self._failure is not None:
+                return None
+            self._is_busy = True
+            if self._state is not None:
+                return self._save
+            fragment = min(self._outbox, key=lambda p: (self._sent_at[p], p))
+            copy, standing = self._outbox.pop(fragment), self._standing
+        assert standing is not None
+        return lambda: self._push(copy, standing)
+
+    def _rest(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, seconds)
+
+    def _save(self) -> None:
+        state = self._state
+        assert state is not None
+        try:
+            if self._exchange.can_save(state.record) and not self._exchange.is_saved(state.record):
+                name = self._exchange.save(state)
+                self._tell({"kind": "saved", "name": name})
+        finally:
+            with self._changed:
+                self._state = None
+
+    def _push(self, copy: Copy, standing: Standing) -> None:
+        telemetry = replace(standing.telemetry, bytes_up=self.bytes_up)
+        try:
+            offer = self._exchange.push(
+                copy,
+                standing.account,
+                step_seconds=standing.step_seconds,
+                telemetry=telemetry,
+            )
+        except Refused as exc:
+            if exc.reason in ("non-finite", "finished"):
+                raise  # this incarnation is over
+            self._tell({"kind": "log", "level": "warning", "text": f"push refused: {exc}"})
+            return
+        except StoreUnavailable:
+            with self._changed:
+                newer = self._outbox.get(copy.fragment)
+                if newer is None:
+                    self._outbox[copy.fragment] = copy
+                else:
+                    self._drop(copy, newer)
+            raise
+        self.num_commits += 1
+        self._sent_at[copy.fragment] = self.num_commits
+        self.bytes_up += offer.payload.num_bytes
+        self._tell(
+            {
+                "kind": "pushed",
+                "fragment": copy.fragment,
+                "base": copy.base_version,
+                "step": copy.stop.step,
+                "tokens": standing.account.trained,
+                "loss": telemetry.loss,
+            }
+        )

@@ -1,0 +1,191 @@
+"""A run from its first island to its end: which islands' flows live, who is restarted, when all is over.
+
+Knows flow runs by id, the bell and the store; must not know what an island does. The store decides everything: this
+process may die, and another one goes on from what it finds. Prefect may be away for a while: then nothing is started.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from infra import deployments
+from infra.deployments import RunState
+from infra.events import unique_key
+from islands.types import DamagedObject, ServiceUnavailable, StoreUnavailable
+from tasks import history, records, stopping
+from tasks.collecting import collect
+from tasks.merging import Synchronizer
+from tasks.records import new_attempt
+from tasks.ringing import Bell, Ring
+from tasks.runs import Run
+
+Log = logging.Logger | logging.LoggerAdapter[Any]
+_COLLECT_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class Post:
+    """An island as its supervisor sees it: the flow run that trains it, and how often that was replaced."""
+
+    flow_run: str
+    state: RunState = field(default_factory=RunState)
+    num_restarts: int = 0
+    seen_trained: int = 0
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Starts the islands of a run, restarts what crashes, rings when nobody merges, collects what no rule needs.
+
+    `tick` does a little of each and returns at once; whoever owns it decides how often. One thread.
+    """
+
+    run: Run
+    log: Log
+    posts: dict[str, Post] = field(default_factory=dict)
+    collected_at: float = 0.0
+    bell: Bell | None = None
+    rung: str = ""
+
+    def tick(self) -> None:
+        """Look once at everything. What does not answer is looked at again next time."""
+        now = time.monotonic()
+        try:
+            self._watch_islands()
+            self._watch_quorum(now)
+            if now - self.collected_at >= _COLLECT_SECONDS:
+                self.collected_at = now
+                collect(self.run)
+        except (ServiceUnavailable, StoreUnavailable, DamagedObject) as exc:
+            # Damage here may be an object that was collected while we read; what stays damaged, `verify` names.
+            self.log.warning("%s", exc)
+
+    def are_all_away(self) -> bool:
+        """Say whether no island's flow run is at work any more.
+
+        Raises:
+            ServiceUnavailable: Prefect did not answer.
+        """
+        for post in self.posts.values():
+            if not post.state.is_over:
+                post.state = deployments.state_of(post.flow_run)
+        return all(post.state.is_over for post in self.posts.values())
+
+    def have_all_left(self) -> bool:
+        """Say whether every island has left for good."""
+        return {i.name for i in self.run.config.islands} <= records.departed(self.run.store)
+
+    # --- the parts of a tick ---
+
+    def _watch_islands(self) -> None:
+        departed = records.departed(self.run.store)
+        for island in self.run.config.islands:
+            if island.name in departed:
+                continue
+            post = self.posts.get(island.name)
+            if post is None:
+                self.posts[island.name] = self._begin(island.name)
+                continue
+            if not post.state.is_over:
+                post.state = deployments.state_of(post.flow_run)
+            if post.state.is_over:
+                self._replace(island.name, post)
+
+    def _begin(self, island: str) -> Post:
+        """Adopt a living flow run of this island, or start one."""
+        living = deployments.living_run("island", self._tags(island))
+        return Post(living or self._start(island))
+
+    def _start(self, island: str) -> str:
+        run = self.run
+        return deployments.start(
+            "island",
+            {"store": run.store_url, "run": run.run_id, "island": island},
+            tags=self._tags(island),
+            name=f"{island} of {run.run_id}",
+            is_child=True,
+        )
+
+    def _tags(self, island: str) -> list[str]:
+        return [f"run:{unique_key(self.run.store_url, self.run.run_id)}", f"island:{island}"]
+
+    def _replace(self, island: str, post: Post) -> None:
+        """Start an island's flow again, with a limit; a cancelled one stays away while others train."""
+        if post.state.kind == "CANCELLED":
+            others = {i.name for i in self.run.config.islands} - {island}
+            if others <= records.departed(self.run.store) | self._cancelled():
+                self._write_off(island, "was cancelled, and nobody else trains any more")
+            return
+        link = history.last_link(self.run, island)
+        trained = 0 if link is None else link.trained
+        if trained > post.seen_trained:
+            post.num_restarts, post.seen_trained = 0, trained
+        if post.num_restarts >= self.run.config.pipeline.max_restarts:
+            self._write_off(island, f"ended {post.num_restarts + 1} times without progress")
+            return
+        self.log.warning(
+            "the flow of %s ended (%s %s): started again",
+            island,
+            post.state.kind,
+            post.state.message,
+        )
+        post.flow_run, post.state = self._start(island), RunState()
+        post.num_restarts += 1
+
+    def _cancelled(self) -> set[str]:
+        return {name for name, post in self.posts.items() if post.state.kind == "CANCELLED"}
+
+    def _write_off(self, island: str, why: str) -> None:
+        self.log.error("%s %s: it leaves with its last account", island, why)
+        history.write_off(self.run, island, stamp=time.time)
+
+    def _watch_quorum(self, now: float) -> None:
+        """Start a synchronizer directly where the islands' rings have gone unanswered for a whole interval."""
+        self.bell = self.bell or Bell(self.run)
+        ring = self.bell.look(now=now)
+        if ring is None or ring.num_intervals == 0 or ring.key == self.rung:
+            return
+        self.rung = ring.key
+        self.log.warning("a quorum has waited too long: a synchronizer is started (%s)", ring.key)
+        start_synchronizer(self.run, ring)
+
+
+def start_synchronizer(run: Run, ring: Ring) -> None:
+    """Start the deployment `synchronize` for a ring, at most once per key."""
+    key = unique_key(run.store_url, ring.key)
+    parameters = {"store": run.store_url, "run": run.run_id, "ring": ring.key}
+    deployments.start("synchronize", parameters, key=key)
+
+
+def settle(run: Run, *, sleep: Callable[[float], None]) -> Synchronizer:
+    """Merge what is pending once all islands have left, and return the synchronizer that saw it settled."""
+    synchronizer = Synchronizer(run, new_attempt, stamp=time.time)
+    while True:
+        polled = synchronizer.poll(now=time.monotonic())
+        if polled.is_settled:
+            return synchronizer
+        if polled.is_superseded:  # another one is at it: look again from what it has made
+            synchronizer = Synchronizer(run, new_attempt, stamp=time.time)
+        sleep(0.2)
+
+
+def wait_until_away(supervisor: Supervisor, seconds: float) -> bool:
+    """Wait until no island trains any more; False if some still do after so long."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        try:
+            if supervisor.are_all_away():
+                return True
+        except ServiceUnavailable as exc:
+            supervisor.log.warning("%s", exc)
+        time.sleep(0.5)
+    return False
+
+
+def ask_all_to_stop(run: Run, reason: str) -> None:
+    """Ask every island and the synchronizer to stop with their state saved."""
+    stopping.ask(run, is_stop=True, reason=reason, mark=new_attempt())

@@ -1,0 +1,140 @@
+"""The synchronizer as a process: look, merge, wait a little, until there is nothing left to wait for. No torch.
+
+Knows the loop and its monotonic clock; must not know who started it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from islands.types import StoreUnavailable
+from tasks import records, stopping
+from tasks.merging import Polled, Synchronizer
+from tasks.ringing import Bell
+from tasks.runs import Run
+
+SHORTEST_LINGER_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 10.0
+# A look at the store costs some milliseconds; between two of them a contribution waits.
+_SHORTEST_POLL_SECONDS = 0.02
+_LONGEST_POLL_SECONDS = 1.0
+_LOOKS_PER_PERIOD = 40
+# Merges that come faster than one in so many seconds share a note.
+NOTE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A version just published: fragment, number, and whose contributions it merged."""
+
+    fragment: int
+    version: int
+    learners: tuple[str, ...]
+
+
+def synchronize(
+    run: Run,
+    synchronizer: Synchronizer,
+    *,
+    on_merges: Callable[[list[Merged]], None],
+    say: Callable[[str], None],
+    is_stopped: Callable[[], bool],
+) -> str:
+    """Merge all that is due while work arrives; return why it ended.
+
+    "settled": all islands have left and everything is merged. "superseded": a later synchronizer goes on. "idle":
+    nothing came for the time it lingers. "stopped": somebody asked.
+
+    Args:
+        run: the open run.
+        synchronizer: of this process.
+        on_merges: told of versions just published; must not block.
+        say: told of an outage of the store.
+        is_stopped: asked between two looks.
+    """
+    last_work, looked_for_stop, pause = time.monotonic(), 0.0, 0.5
+    while not is_stopped():
+        now = time.monotonic()
+        try:
+            if now - looked_for_stop >= 1.0:
+                looked_for_stop = now
+                if stopping.is_asked(run):
+                    return "stopped"
+            polled = synchronizer.poll(now=now)
+            pause = 0.5
+        except StoreUnavailable as exc:
+            say(f"the store: {exc}; again in {pause:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            continue
+        if polled.published:
+            last_work = now
+            on_merges(_merged(run, polled))
+        if polled.is_superseded or polled.is_settled:
+            return "superseded" if polled.is_superseded else "settled"
+        period = synchronizer.period_seconds()
+        linger = max(SHORTEST_LINGER_SECONDS, run.config.pipeline.linger_periods * period)
+        if now - last_work > linger and polled.wait_seconds == float("inf"):
+            return "idle"
+        poll = min(_LONGEST_POLL_SECONDS, max(_SHORTEST_POLL_SECONDS, period / _LOOKS_PER_PERIOD))
+        time.sleep(min(poll, max(0.0, polled.wait_seconds)))
+    return "stopped"
+
+
+def _merged(run: Run, polled: Polled) -> list[Merged]:
+    found = []
+    for fragment, version in polled.published:
+        commit, _ = records.require_commit(run.store, fragment, version)
+        found.append(Merged(fragment, version, tuple(entry.learner for entry in commit.consumed)))
+    return found
+
+
+def is_needed(bell: Bell, *, now: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+    """Say whether a quorum waits that nobody else merges; a living synchronizer is given its time to."""
+    while bell.look(now=now()) is None:
+        if not bell.is_waiting(now=now()):
+            return False
+        sleep(_SHORTEST_POLL_SECONDS)
+    return True
+
+
+class Drain:
+    """Gathers merges into notes: one per merge while they are rare, one for ten seconds' worth when they are not.
+
+    Args:
+        note: takes a name and the lines of one note; must not block.
+    """
+
+    def __init__(self, note: Callable[[str, list[str]], object]) -> None:
+        self._note = note
+        self._gathered: list[Merged] = []
+        self._noted_at = float("-inf")
+        self.num_merges = 0
+
+    def add(self, merged: list[Merged]) -> None:
+        """Take in merges just made."""
+        self._gathered += merged
+        self.num_merges += len(merged)
+        if time.monotonic() - self._noted_at >= NOTE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Note what is gathered."""
+        if not self._gathered:
+            return
+        gathered, self._gathered = self._gathered, []
+        self._noted_at = time.monotonic()
+        self._note(name_of(gathered), [name_of([merged]) for merged in gathered])
+
+
+def name_of(merged: list[Merged]) -> str:
+    """Return a name for a drain, such as "merge f2 v17→18 (east, west)"."""
+    spans: dict[int, tuple[int, int]] = {}
+    for one in merged:
+        first, last = spans.get(one.fragment, (one.version - 1, one.version))
+        spans[one.fragment] = (min(first, one.version - 1), max(last, one.version))
+    moves = ", ".join(f"f{p} v{first}→{last}" for p, (first, last) in sorted(spans.items()))
+    learners = sorted({name for one in merged for name in one.learners})
+    return f"merge {moves} ({', '.join(learners)})"
