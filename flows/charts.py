@@ -22,7 +22,7 @@ MOST_POINTS, MOST_POINTS_A_LINE, MOST_SCORES = 20_000, 400, 500
 MOST_CELLS, MOST_COLUMNS, LEAST_COLUMNS = 12_000, 160, 10
 _COLOURS = 8
 _HEIGHT = 250
-# Losses before this share of the merged tokens do not stretch the frame: they fall so steeply that all else would lie flat.
+# Losses before this share of the merged tokens do not stretch the frame: beside their fall all else would lie flat.
 _STEEP = 0.1
 _ROW = 40
 _WORST = 4
@@ -132,10 +132,10 @@ def draw_loss(timeline: Timeline) -> str:
     box = f'width="100%" height="{_HEIGHT}" viewBox="0 0 1000 {_HEIGHT}" preserveAspectRatio="none"'
     marks.append(f"<svg {box}>{''.join(curves)}</svg>")
     if max(ys) > high:
-        marks.append(label("10", 14, f"begins at {max(ys):.3f}, above the frame"))
+        marks.append(label("100%", 14, f"begins at {max(ys):.3f}, above the frame", "end"))
     for one in scores[-1:]:
         marks.append(level("bigram", "0", "100%", down(one.bigram)))
-        marks.append(label("100%", down(one.bigram) - 6, f"byte bigram {one.bigram:.3f}", "end"))
+        marks.append(label("6", down(one.bigram) - 6, f"byte bigram {one.bigram:.3f}"))
     marks += [
         _score(one, percent(one.merged_tokens / last), down(one.bits_per_byte)) for one in scores
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,16 +17,27 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows import following, screen
+from flows import cli_running, screen
+from flows.cli_options import (
+    ConfigFile,
+    HtmlFile,
+    Json,
+    RunName,
+    Set,
+    Snapshot,
+    StoreUrl,
+    load,
+    open_named,
+    require_file_place,
+    store_url,
+)
 from flows.following import BAD_USAGE, DONE, FAILED, STOPPED
-from infra import settings
-from islands.config import RunConfig, parse_config, to_toml
-from islands.types import ConfigError, IslandsError
+from infra import services, settings
+from islands.config import to_toml
+from islands.types import ConfigError, IslandsError, ServiceUnavailable
 
 if TYPE_CHECKING:
-    from flows.local import Outcome, Watch
     from tasks.reporting import Status
-    from tasks.runs import Run
 
 LARGEST_SEED = 2**63 - 1
 COLDEST = 0.01  # below it, logits divided by the temperature overflow
@@ -47,75 +57,13 @@ app = App(
     result_action="return_value",
 )
 
-ConfigFile = Annotated[Path | None, Parameter(help="A TOML file; without one, all defaults.")]
-RunName = Annotated[str, Parameter(help="Name of a run; `diloco runs` lists them.")]
-Set = Annotated[
-    tuple[str, ...],
-    Parameter(
-        "--set",
-        negative="",
-        consume_multiple=1,
-        show_default=False,
-        help="Settings such as sync.period_steps=24 islands.west.speed=0.5; values are TOML literals.",
-    ),
-]
-StoreUrl = Annotated[str | None, Parameter(help="Default: $DILOCO_STORE, or file://./runs.")]
-Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print one JSON document.")]
-Snapshot = Annotated[int | None, Parameter(help="Number of the snapshot; default: the newest.")]
-
-
-@app.command
-def train(
-    config: ConfigFile = None,
-    /,
-    *,
-    set_: Set = (),
-    run: Annotated[
-        str | None, Parameter(help="Name of the new run; default: run-1, run-2, ...")
-    ] = None,
-    driver: Annotated[Literal["local"], Parameter(help="Where islands run.")] = "local",
-    json: Json = False,
-) -> int:
-    """Train one run to its end. Ctrl-C stops it at a saved state."""
-    with following.stopping() as is_stopped:
-        from flows import local
-        from tasks.runs import next_run_id
-
-        settled = _load(config, set_)
-        name = next_run_id(settled.store, "run") if run is None else run
-
-        def work(watch: Watch) -> Outcome:
-            return local.train(settled, name, watch=watch, is_stopped=is_stopped)
-
-        again = _resume_line(settled.store, name)
-        return following.follow(
-            work, f"run {name} in {settled.store}", settled.total_tokens, again, json
-        )
-
-
-@app.command
-def resume(run: RunName, /, *, set_: Set = (), store: StoreUrl = None, json: Json = False) -> int:
-    """Continue an interrupted run; operational settings may change, its identity may not."""
-    with following.stopping() as is_stopped:
-        from flows import local
-        from tasks.runs import change_config, require_unfinished
-
-        opened = change_config(require_unfinished(_open(run, store)), set_, settings.environment())
-
-        def work(watch: Watch) -> Outcome:
-            return local.resume(opened, watch=watch, is_stopped=is_stopped)
-
-        headline = f"run {run} in {opened.store_url}"
-        again = _resume_line(opened.store_url, run)
-        return following.follow(work, headline, opened.config.total_tokens, again, json)
-
 
 @app.command
 def runs(*, store: StoreUrl = None, json: Json = False) -> int:
     """List the runs of a store."""
     from tasks.runs import list_runs
 
-    url = _store_url(store)
+    url = store_url(store)
     found = {run_id: _glance(url, run_id) for run_id in list_runs(url)}
     if json:
         screen.show_json(
@@ -148,10 +96,10 @@ def status(
 
     if watch and json:
         raise ConfigError("--json prints one document, got --watch too; leave one of them out")
-    url = _store_url(store)
+    url = store_url(store)
 
     def look() -> Status:
-        return status_of(_open(run, url))
+        return status_of(open_named(run, url))
 
     if json:
         screen.show_json(asdict(look()))
@@ -169,7 +117,7 @@ def evaluate(
     """Score a snapshot on the held-out text, in bits per byte."""
     from tasks.evaluating import evaluate as evaluate_run
 
-    score = evaluate_run(_open(run, store), snapshot)
+    score = evaluate_run(open_named(run, store), snapshot)
     if json:
         screen.show_json(asdict(score))
     else:
@@ -189,8 +137,8 @@ def export(
     """Write a snapshot's weights as a safetensors file."""
     from tasks.evaluating import export as export_run
 
-    _require_file_place("--to", to)
-    chosen = export_run(_open(run, store), to, snapshot)
+    require_file_place("--to", to)
+    chosen = export_run(open_named(run, store), to, snapshot)
     screen.say(f"snapshot {chosen.number} ({chosen.merged_tokens:,} merged tokens) written to {to}")
     return DONE
 
@@ -223,7 +171,7 @@ def sample(
         raise ConfigError(f"--prompt must be UTF-8 text, got {prompt!r}; convert it") from exc
     from tasks.evaluating import sample as sample_run
 
-    opened = _open(run, store)
+    opened = open_named(run, store)
     text = sample_run(
         opened, prompt, num_bytes=num_bytes, temperature=temperature, seed=seed, number=snapshot
     )
@@ -251,14 +199,14 @@ def verify(
     from tasks.runs import require_plain
     from tasks.verifying import verify as verify_run
 
-    url = _store_url(store)
+    url = store_url(store)
     found = verify_run(url, require_plain(run))
     if replay and not found.problems:
         from tasks.replaying import replay_into
 
         with screen.progress("replay", found.num_versions) as advance:
             replay_into(
-                _open(run, url),
+                open_named(run, url),
                 found,
                 watch=lambda done: None if json else advance(done, f"{done} versions"),
             )
@@ -272,17 +220,54 @@ def verify(
 @app.command(name="config")
 def show_config(config: ConfigFile = None, /, *, set_: Set = ()) -> int:
     """Print the effective configuration as TOML."""
-    sys.stdout.write(to_toml(_load(config, set_)))
+    sys.stdout.write(to_toml(load(config, set_)))
+    return DONE
+
+
+for command in (
+    cli_running.up,
+    cli_running.demo,
+    cli_running.train,
+    cli_running.resume,
+    cli_running.stop,
+):
+    app.command(command)
+
+
+@app.command
+def report(run: RunName, /, *, to: HtmlFile = Path("report.html"), store: StoreUrl = None) -> int:
+    """Write one page with a run's timeline, losses, shares and ledger; it opens without a network."""
+    from flows.report import write_report
+
+    require_file_place("--to", to)
+    write_report(open_named(run, store), to)
+    screen.say(f"run {run}: {to}")
     return DONE
 
 
 @app.command
-def demo(*, set_: Set = ()) -> int:
-    """Train the example run on four islands, lose one and take it back, and compare with data-parallel training."""
-    with following.stopping() as is_stopped:
-        from flows.demo import run_demo
+def track(
+    run: RunName,
+    /,
+    *,
+    uri: Annotated[
+        str | None, Parameter(help="MLflow's address; default: $MLFLOW_TRACKING_URI, or `up`'s.")
+    ] = None,
+    store: StoreUrl = None,
+) -> int:
+    """Send to MLflow what it lacks of a run: after an outage, or of a run by the local driver."""
+    from tasks.tracking import track as track_run
 
-        return run_demo(set_, settings.environment(), is_stopped)
+    found = services.find(settings.home())
+    address = uri or settings.mlflow_tracking_uri() or (found.mlflow_url if found else "")
+    if not address:
+        raise ServiceUnavailable(
+            "an MLflow server must be running, found none; start one with `diloco up`, "
+            "set MLFLOW_TRACKING_URI, or give --uri"
+        )
+    num_points = track_run(open_named(run, store), address)
+    screen.say(f"{num_points:,} points sent to {address}")
+    return DONE
 
 
 @app.command
@@ -305,7 +290,7 @@ def bench(
     from flows import benchmark
 
     if json is not None:
-        _require_file_place("--json", json)
+        require_file_place("--json", json)
     return benchmark.run_benchmark(name, json, seeds=seeds, tokens=tokens)
 
 
@@ -346,55 +331,11 @@ def run_command(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else DONE
 
 
-def _resume_line(url: str, name: str) -> str:
-    store = [] if url == _store_url(None) else ["--store", url]
-    return shlex.join(["diloco", "resume", name, *store])
-
-
-def _load(config: Path | None, assignments: tuple[str, ...]) -> RunConfig:
-    text = ""
-    if config is not None:
-        try:
-            text = config.read_text(encoding="utf-8")
-        except (OSError, ValueError) as exc:
-            raise ConfigError(
-                f"the configuration must be a readable UTF-8 file, got {str(config)!r} ({exc}); "
-                "correct the path or the file"
-            ) from exc
-    elif stray := [assignment for assignment in assignments if "=" not in assignment]:
-        raise ConfigError(
-            f"--set must be followed by assignments a.b=c, got {stray[0]!r}; "
-            "write the configuration file before --set"
-        )
-    source = "defaults" if config is None else str(config)
-    return parse_config(
-        text, assignments=assignments, environment=settings.environment(), source=source
-    )
-
-
-def _store_url(store: str | None) -> str:
-    return store if store is not None else _load(None, ()).store
-
-
-def _open(run: str, store: str | None) -> Run:
-    from tasks.runs import open_run
-
-    return open_run(_store_url(store), run)
-
-
 def _glance(url: str, run_id: str) -> Status | str:
     """Return a run's status, or why it cannot be read: one damaged run must not hide the others."""
     from tasks.reporting import status as status_of
 
     try:
-        return status_of(_open(run_id, url))
+        return status_of(open_named(run_id, url))
     except IslandsError as exc:
         return f"{run_id}: cannot be read ({exc}); `diloco verify {run_id}` says more"
-
-
-def _require_file_place(option: str, path: Path) -> None:
-    """Raise ConfigError unless a file can be written at `path`: better now than after the work."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(
-            f"{option} must be a file in an existing, writable folder, got {str(path)!r}; choose another path"
-        )

@@ -1,155 +1,167 @@
-"""Flow `demo`: the example run beside data-parallel training on as many tokens, and a summary."""
+"""The demo: the example run on Prefect, Dask and MLflow; one learner is killed and comes back; a summary to read."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.resources import files
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
-from flows import local, screen
-from flows.following import DONE, FAILED, STOPPED
+from flows import cli_options, cli_running, screen
+from flows.following import DONE, FAILED, STOPPED, Claim
+from infra import services, settings
+from infra.services import Services
 from islands.config import RunConfig, parse_config
 from islands.types import IslandsError
-from tasks import building
-from tasks.baseline import train_data_parallel
-from tasks.creating import split_text
-from tasks.evaluating import Score
-from tasks.reporting import status
-from tasks.runs import next_run_id
-from tasks.verifying import verify
+from tasks.reporting import Status, status
+from tasks.runs import Run, next_run_id, open_run
 
-_POLL_SECONDS = 0.2
+# The demo is short: its snapshots are scored more often than those of a real run.
+_EVALUATE_SECONDS = 30.0
 
 
 def run_demo(
-    assignments: Sequence[str], environment: Mapping[str, str], is_stopped: Callable[[], bool]
+    assignments: tuple[str, ...],
+    environment: Mapping[str, str],
+    is_stopped: Claim,
+    *,
+    keep: bool,
+    compare: bool,
 ) -> int:
-    """Train, compare, verify, print; 0 if the ledger balances and the loss is below the bigram's."""
-    text = files("flows").joinpath("demo.toml").read_text(encoding="utf-8")
+    """Run the example configuration (with `assignments` applied) and print a summary; return the exit status."""
+    text = Path(__file__).with_name("demo.toml").read_text(encoding="utf-8")
     config = parse_config(
         text, assignments=assignments, environment=environment, source="flows/demo.toml"
     )
-    run_id = next_run_id(config.store, "demo")
-    for line in _introduction(config, run_id):
-        screen.say(line)
-    with _baseline(config) as baseline:
-        with screen.progress("training", config.total_tokens) as advance:
-            follower = screen.Follower("", config.total_tokens, advance)
-            outcome = local.train(config, run_id, watch=follower, is_stopped=is_stopped)
-        if not outcome.is_finished:
-            screen.complain(
-                f"stopped on request; `diloco resume {run_id} --store {config.store}` continues"
-            )
-            return STOPPED
-        joint = _await(baseline, config, is_stopped)
-    if joint is None:
-        screen.complain(f"stopped on request; run {run_id} itself has finished")
-        return STOPPED
-    if outcome.score is None:
-        raise IslandsError(
-            "an island must live until its first merge, got none; correct the faults"
-        )
-    return _summary(outcome, outcome.score, joint)
-
-
-def train_baseline(config_json: str, results: Connection) -> None:
-    """Send the tokens so far, and at the end the data-parallel baseline's bits per byte; runs in its own process."""
-    # Ctrl-C at a terminal reaches every process; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    building.use_one_thread()
-    config = RunConfig.model_validate_json(config_json)
-    shown = 0
-
-    def watch(num_tokens: int) -> None:
-        nonlocal shown
-        percent = 100 * num_tokens // config.total_tokens
-        if (
-            percent > shown
-        ):  # a pipe that nobody reads yet holds a few thousand messages, then it blocks
-            shown = percent
-            results.send(num_tokens)
-
-    results.send(train_data_parallel(config, split_text(config), watch=watch))
+    config = config.model_copy(update={"store": cli_options.absolute_store(config.store)})
+    with _services(config.store) as found:
+        status_code = _train(config, found, is_stopped)
+        if compare and status_code != STOPPED:
+            status_code = _compare(config, is_stopped) or status_code
+        if keep and not is_stopped():
+            screen.show_services(found, config.store)
+            while not is_stopped():
+                time.sleep(0.2)
+    return status_code
 
 
 @contextlib.contextmanager
-def _baseline(config: RunConfig) -> Iterator[Connection]:
-    """Train the baseline in a process that ends with this block."""
-    context = get_context("spawn")
-    results, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=train_baseline, args=(config.model_dump_json(), sender), daemon=True
+def _services(store: str) -> Iterator[Services]:
+    """Give the running services, or start them for the demo's time."""
+    found = services.find(settings.home())
+    if found is not None and cli_running.is_served(found):
+        yield found
+        return
+    screen.say("starting Prefect, MLflow and the deployments (some 20 seconds)")
+    serve = cli_running.serve_command(store, _EVALUATE_SECONDS)
+    started = services.running(
+        settings.home(), serve=serve, is_served=cli_running.is_served, say=screen.say
     )
-    process.start()
-    sender.close()
-    try:
-        yield results
-    finally:
-        process.terminate()
-        process.join()
+    with started as found:
+        yield found
 
 
-def _await(baseline: Connection, config: RunConfig, is_stopped: Callable[[], bool]) -> float | None:
-    """Return the baseline's bits per byte; None if asked to stop before."""
-    with screen.progress(
-        "data-parallel training on as many tokens", config.total_tokens
-    ) as advance:
-        while not is_stopped():
-            try:
-                news = baseline.recv() if baseline.poll(_POLL_SECONDS) else 0
-            except EOFError as exc:
-                raise IslandsError(
-                    "the data-parallel baseline ended without a result; run the demo again"
-                ) from exc
-            if isinstance(news, float):
-                return news
-            if news and not baseline.poll():  # what is past needs no line
-                advance(min(news, config.total_tokens), "")
-    return None
+def _train(config: RunConfig, found: Services, is_stopped: Claim) -> int:
+    from flows import pipeline  # Prefect, which reads its address when it is imported
+    from tasks.faults import Script
+
+    run_id = next_run_id(config.store, "demo")
+    for line in _introduction(config, run_id):
+        screen.say(line)
+    started = pipeline.start(config, run_id)
+    screen.say(f"  Prefect: {found.prefect_url}/runs/flow-run/{started.flow_run}")
+    screen.say(f"  MLflow:  {found.mlflow_url}")
+    script = Script(config.local.faults)
+    with screen.progress("training", config.total_tokens) as advance:
+        follower = screen.FlowFollower(advance)
+
+        def look(seen: Status) -> None:
+            for line in script.strike(started.store_url, seen):
+                screen.say(f"  {line}")
+            follower(seen)
+
+        state = pipeline.follow(started, look, is_stopped)
+    if state.kind != "COMPLETED":
+        screen.complain(state.message or f"the run ended as {state.kind}")
+        return STOPPED if is_stopped() else FAILED
+    return _summary(open_run(config.store, run_id), script.has_struck_all)
 
 
 def _introduction(config: RunConfig, run_id: str) -> Iterator[str]:
     yield f"run {run_id} in {config.store}"
-    yield f"{len(config.islands)} islands train one byte-level GPT on the prose that comes with Python:"
+    yield (
+        f"{len(config.islands)} islands, each a Dask cluster of its own, train one byte-level GPT "
+        "on the prose that comes with Python:"
+    )
     for island in config.islands:
-        yield (
-            f"  {island.name:<8} {island.region:<9} speed {island.speed:g}, starts at step {island.start_steps:g}, "
-            f"{island.push_delay_steps:g} steps to push, {island.fetch_delay_steps:g} to fetch"
-        )
+        yield f"  {island.name:<8} {island.region:<9} share by speed {island.speed:g}"
     for fault in config.local.faults:
-        back = fault.return_after_steps
-        after = "does not come back" if back is None else f"comes back {back} steps later"
-        yield f"  {fault.island} will be killed after its own step {fault.step}, and {after}"
-    yield "another process trains the same model data-parallel, for comparison"
+        yield f"  {fault.island}'s learner will get a SIGKILL at its step {fault.step}"
 
 
-def _summary(outcome: local.Outcome, score: Score, joint: float) -> int:
-    run = outcome.run
-    seen, found = status(run), verify(run.store_url, run.run_id)
+def _summary(run: Run, has_struck_all: bool) -> int:
+    from tasks.evaluating import evaluate
+    from tasks.latency import own_time
+    from tasks.verifying import verify
+
+    seen, score, found = status(run), evaluate(run), verify(run.store_url, run.run_id)
     screen.OUT.print()
     screen.show_status(seen)
     screen.OUT.print()
     screen.show_ledger(found)
     screen.OUT.print()
-    losses = (
-        ("islands, merged when it suits them", score.bits_per_byte),
-        ("data-parallel, as many tokens", joint),
-        ("byte bigram (counting pairs)", score.bigram),
-    )
-    screen.table(
-        ("held-out text",), ("bits/byte",), [(name, f"{loss:.4f}") for name, loss in losses]
-    )
+    rows = [("islands, merged when it suits them", score.bits_per_byte)]
+    rows += [("byte bigram (counting pairs)", score.bigram)]
+    screen.table(("held-out text",), ("bits/byte",), [(name, f"{x:.4f}") for name, x in rows])
     screen.OUT.print()
+    times = own_time(run)
     screen.say(f"merged share {seen.merged_share:.3f}: so much of all trained work is in the model")
-    is_good = not found.problems and score.bits_per_byte < score.bigram
-    if not is_good:
-        screen.complain(
-            "the loss must be below the bigram's and the ledger balanced; one of them is not"
-        )
     screen.say(
-        f"look around with `diloco status {run.run_id} --store {run.store_url}`, `sample`, `export`, `verify`"
+        f"first merge {times.first_merge_seconds:.1f} s after the first quorum: "
+        "its synchronizer was started by the quorum's event"
     )
-    return DONE if is_good else FAILED
+    screen.say(
+        f"learners' own threads: at most {100 * times.idle_share:.2f} % outside training steps and adoptions"
+    )
+    screen.say(
+        f"look around: `diloco status {run.run_id}`, `diloco report {run.run_id} --to report.html`, `sample`, `verify`"
+    )
+    complaints = {
+        "the ledger must balance": not found.problems,
+        "the loss must be below the bigram's": score.bits_per_byte < score.bigram,
+        "a learner must be killed and come back": has_struck_all and _is_anybody_back(run, seen),
+    }
+    for complaint in (text for text, is_met in complaints.items() if not is_met):
+        screen.complain(f"{complaint}; it is not so")
+    return DONE if all(complaints.values()) else FAILED
+
+
+def _is_anybody_back(run: Run, seen: Status) -> bool:
+    return not run.config.local.faults or any(i.incarnation > 0 for i in seen.islands)
+
+
+def _compare(config: RunConfig, is_stopped: Callable[[], bool]) -> int:
+    """Train the same configuration by the local driver and print both losses; STOPPED if asked to stop."""
+    from flows import local
+    from tasks.evaluating import evaluate
+    from tasks.runs import list_runs
+
+    demos = [name for name in list_runs(config.store) if name.startswith("demo-")]
+    newest = max(demos, key=lambda name: int(name.removeprefix("demo-")))
+    there = evaluate(open_run(config.store, newest))
+    run_id = f"{newest}-local"
+    with screen.progress("the local driver", config.total_tokens) as advance:
+        follower = screen.Follower("", config.total_tokens, advance)
+        outcome = local.train(config, run_id, watch=follower, is_stopped=is_stopped)
+    if not outcome.is_finished:
+        return STOPPED
+    if outcome.score is None:
+        raise IslandsError(
+            "an island must live until its first merge, got none; correct the faults"
+        )
+    here = outcome.score.bits_per_byte
+    screen.say(
+        f"the local driver reaches {here:.4f} bits/byte on the same configuration, "
+        f"the islands {there.bits_per_byte:.4f}: {100 * (there.bits_per_byte / here - 1):+.2f} %"
+    )
+    return DONE

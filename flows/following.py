@@ -16,8 +16,10 @@ from flows import screen
 
 if TYPE_CHECKING:
     from flows.local import Outcome, Watch
+    from flows.pipeline import Started
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 130
+Claim = Callable[[], bool]
 
 
 def follow(
@@ -63,8 +65,39 @@ def follow(
     return DONE
 
 
+def follow_flow(
+    started: Started, total_tokens: int, again: str, json: bool, is_stopped: Claim
+) -> int:
+    """Follow a run that flows train, show how it goes and how it ended, and return the exit status."""
+    from flows import pipeline
+    from tasks import evaluating, reporting
+    from tasks.runs import open_run
+
+    if json:
+        state = pipeline.follow(started, lambda seen: None, is_stopped)
+    else:
+        with screen.progress("training", total_tokens) as advance:
+            state = pipeline.follow(started, screen.FlowFollower(advance), is_stopped)
+    if state.kind != "COMPLETED":
+        complaint = state.message or f"its flow run ended as {state.kind}"
+        is_stopping = state.kind == "CANCELLED" or is_stopped()
+        screen.complain(complaint if is_stopping else f"{complaint}; `{again}` tries again")
+        return STOPPED if is_stopping else FAILED
+    run = open_run(started.store_url, started.run_id)
+    seen, score = reporting.status(run), evaluating.evaluate(run)
+    if json:
+        screen.show_json({"status": asdict(seen), "score": asdict(score)})
+    else:
+        screen.show_status(seen)
+        screen.OUT.print()
+        screen.show_score(score)
+    return DONE
+
+
 @contextlib.contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
+def stopping(
+    text: str = "stopping with the state saved; once more interrupts at once",
+) -> Iterator[Claim]:
     """Yield a claim that becomes true at the first SIGINT or SIGTERM; a second one interrupts at once."""
     asked: list[int] = []
 
@@ -72,7 +105,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        screen.complain("stopping at the next saved state; once more interrupts at once")
+        screen.complain(text)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flows.charts import colour, dot, evenly, label, level, name, round_step, titled, vertical
 
 if TYPE_CHECKING:
-    from tasks.timeline import Bar, Lane, Merge, Push, Timeline
+    from tasks.timeline import Adoption, Bar, Lane, Merge, Push, Timeline
+
+Mark = TypeVar("Mark", "Merge", "Push", "Adoption")
 
 # More marks than these a browser draws slowly, and nobody can tell apart.
-MOST_PUSHES, MOST_ADOPTIONS, MOST_BARS = 6_000, 4_000, 2_000
+MOST_PUSHES, MOST_ADOPTIONS, MOST_BARS = 2_400, 2_400, 2_000
 _LANE = 56
 _MOST_TICKS = 9
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
 _DAY = 86_400
+# In a run of fewer seconds, tenths of them matter.
+_SHORT = 600
 _ENDINGS = {
     "left": "left when its share was trained",
     "gone": "gone without a farewell: killed or stopped",
@@ -38,10 +42,15 @@ def draw_timeline(timeline: Timeline) -> str:
         name(lane.learner, lane.region, colour(i), _LANE) for i, lane in enumerate(timeline.lanes)
     ]
     names.append(name("synchronizer", f"{rows} fragments", "var(--soft)", height - top))
+    unit = "base steps" if timeline.axis.is_steps else "h:mm:ss"
+    names.append(f'<div class="name" style="height:26px"><small>{unit}</small></div>')
     marks = [level("edge", "0", "100%", y) for y in range(_LANE, top + 1, _LANE)]
     for place, text in _time_ticks(timeline):
         x = _x(timeline, place)
-        marks += [vertical("grid", x, 0, height), label(x, height + 18, text, "middle")]
+        anchor = (
+            "start" if place == 0 else "end" if place > 0.96 * timeline.axis.length else "middle"
+        )
+        marks += [vertical("grid", x, 0, height), label(x, height + 18, text, anchor)]
     marks += _synchronizers(timeline, top + 7)
     if row >= 10:
         marks += [label("0", top + 24 + row * (p + 0.5), f"f{p}") for p in range(rows)]
@@ -59,14 +68,14 @@ def thin_out(timeline: Timeline) -> tuple[Timeline, str]:
     """Return what of a timeline is drawn, and in words what is not; "" if everything is."""
     num_lanes = max(1, len(timeline.lanes))
     num_taken = sum(len(merge.entries) for merge in timeline.merges)
-    most = len(timeline.merges) * MOST_PUSHES // max(1, num_taken)
-    merges = tuple(evenly(timeline.merges, min(most, MOST_PUSHES)))
+    most = min(MOST_PUSHES, len(timeline.merges) * MOST_PUSHES // max(1, num_taken))
+    merges = _by_fragment(timeline.merges, most)
     lanes = tuple(
         replace(
             lane,
             bars=tuple(evenly(lane.bars, MOST_BARS // num_lanes)),
-            adoptions=tuple(evenly(lane.adoptions, MOST_ADOPTIONS // num_lanes)),
-            pushes=tuple(evenly(lane.pushes, MOST_PUSHES // num_lanes)),
+            adoptions=_by_fragment(lane.adoptions, MOST_ADOPTIONS // num_lanes),
+            pushes=_by_fragment(lane.pushes, MOST_PUSHES // num_lanes),
         )
         for lane in timeline.lanes
     )
@@ -78,6 +87,17 @@ def thin_out(timeline: Timeline) -> tuple[Timeline, str]:
         if after[what] < count
     ]
     return drawn, f"Left out of the drawing, evenly: {', '.join(missing)}." if missing else ""
+
+
+def _by_fragment(items: tuple[Mark, ...], most: int) -> tuple[Mark, ...]:
+    """Return the items thinned out per fragment: fragments take turns, and a stride must not meet always the same."""
+    if len(items) <= most:
+        return items
+    fragments: dict[int, list[Mark]] = {}
+    for item in items:
+        fragments.setdefault(item.fragment, []).append(item)
+    share = most // len(fragments)
+    return tuple(item for some in fragments.values() for item in evenly(some, share))
 
 
 def _count(timeline: Timeline) -> dict[str, int]:
@@ -129,7 +149,8 @@ def _death(timeline: Timeline, lane: Lane, bar: Bar, y: float) -> str:
         f"its last record is of {when_of(timeline, bar.end)}"
     )
     place = f'x="{_x(timeline, bar.end)}" y="{y:.0f}" overflow="visible"'
-    cross = '<path d="M-6-6L6 6M6-6L-6 6"/>'
+    strokes = 'd="M-6-6L6 6M6-6L-6 6"'
+    cross = f'<path class="halo" {strokes}/><path {strokes}/>'
     return f'<svg class="death" {place}>{titled(told)}{cross}</svg>'
 
 
@@ -193,7 +214,9 @@ def _synchronizers(timeline: Timeline, y: int) -> Iterator[str]:
 
 def when_of(timeline: Timeline, place: float) -> str:
     """Return a place on the axis in words."""
-    return f"base step {place:,.1f}" if timeline.axis.is_steps else f"at {duration(place)}"
+    if timeline.axis.is_steps:
+        return f"base step {place:,.1f}"
+    return f"at {place:.1f} s" if timeline.axis.length < _SHORT else f"at {duration(place)}"
 
 
 def duration(seconds: float) -> str:

@@ -137,15 +137,19 @@ def _footnotes(timeline: Timeline) -> Iterator[str]:
         way = "ahead of" if seconds > 0 else "behind"
         by = duration(abs(seconds))
         yield f"The clock of {writer} runs {by} {way} the synchronizer's: its marks are moved back by that much."
-    for count, what in ((axis.num_absurd, "an absurd stamp"), (axis.num_unknown, "no stamp")):
+    for count, what in (
+        (axis.num_absurd, "an absurd stamp"),
+        (axis.num_unknown, "no stamp or are gone"),
+    ):
         if count:
-            yield f"{count:,} records bear {what}: their marks are put between the records around them."
+            yield f"{count:,} records bear {what}: their marks stand between the records around them."
 
 
 def _staleness_note(timeline: Timeline) -> str:
     return (
         "How many versions behind the head each island's work was when it was merged, over all "
-        f"{len(timeline.merges):,} merges in the order of time. Beside a name: its mean, and the share of merges it was in."
+        f"{len(timeline.merges):,} merges in the order of time. Beside a name: its mean, and the share of merges it "
+        "was in."
     )
 
 
@@ -163,7 +167,7 @@ def _shares(seen: Status, timeline: Timeline) -> str:
 
 
 def _gauge(share: float, paint: str) -> str:
-    bar = f'<u><i style="width:{percent(share)};background:{paint}"></i></u>'
+    bar = f'<span><i style="width:{percent(share)};background:{paint}"></i></span>'
     return f'<div class="gauge">{bar}{share:.3f}</div>'
 
 

@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Column, Table
 
 if TYPE_CHECKING:
+    from infra.services import Services
     from tasks.clockwork import Beat
     from tasks.evaluating import Score
     from tasks.evidence import Verification
@@ -89,6 +90,31 @@ class Follower:
         self._advance(min(beat.trained, self._total), f"{loss}{self._num_merges} merges")
 
 
+class FlowFollower:
+    """Follows a run that flows train, through its status: progress, merges, who comes back.
+
+    Args:
+        advance: told of progress.
+    """
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._incarnations: dict[str, int] = {}
+
+    def __call__(self, status: Status) -> None:
+        """Take in the run as it stands."""
+        for island in status.islands:
+            before = self._incarnations.get(island.name, -1)
+            if island.incarnation > before >= 0:
+                say(
+                    f"  {island.name} is back as incarnation {island.incarnation}, at step {island.step:,}"
+                )
+            self._incarnations[island.name] = island.incarnation
+        num_merges = sum(fragment.version for fragment in status.fragments)
+        note = f"{num_merges} merges, merged share {status.merged_share:.2f}"
+        self._advance(min(status.trained, status.total_tokens), note)
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Advance]:
     """Show how far work is; yields `advance(done, note)`. Plain lines when the output is no terminal.
@@ -142,6 +168,18 @@ def table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[
         made.add_row(*row)
     target = OUT if OUT.is_terminal else Console(width=_UNBOUNDED_WIDTH)
     target.print(made)
+
+
+def show_services(found: Services, store: str) -> None:
+    """Print where the services are."""
+    table(
+        ("service", "address"),
+        (),
+        [("Prefect", found.prefect_url), ("MLflow", found.mlflow_url), ("store", store)],
+    )
+    say(
+        "start runs from Prefect's page (Deployments, train), or with `diloco train`; Ctrl-C stops everything"
+    )
 
 
 def show_status(status: Status) -> None:

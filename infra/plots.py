@@ -84,20 +84,20 @@ def draw_lines(lines: Sequence[Line], labels: Labels) -> bytes:
     return _png(figure)
 
 
-def draw_timeline(lanes: Sequence[Lane], title: str, *, is_virtual: bool) -> bytes:
+def draw_timeline(lanes: Sequence[Lane], title: str, unit: str = "seconds") -> bytes:
     """Return the lanes as a PNG image, the first one on top, over the time since the first moment.
 
     Args:
-        lanes: their times in seconds, or in base steps.
+        lanes: their times in `unit`.
         title: of the figure.
-        is_virtual: the times are base steps of the local driver.
+        unit: many seconds are shown as minutes or hours, anything else as it is.
     """
     moments = [
         at for lane in lanes for at in (*lane.marks, *(end for s in lane.spans for end in s))
     ]
     first, last = min(moments, default=0.0), max(moments, default=0.0)
-    unit, size = ("base steps", 1.0) if is_virtual else _unit_of(last - first)
-    labels = Labels(title, f"{unit} since the start")
+    shown, size = _unit_of(last - first) if unit == "seconds" else (unit, 1.0)
+    labels = Labels(title, f"{shown} since the start")
     figure, axes = _canvas(labels, min(max(2.2, 1.4 + 0.42 * len(lanes)), 40.0))
     for row, lane in enumerate(lanes):
         colour = COLOURS[row % len(COLOURS)] if lane.spans else GREY

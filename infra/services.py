@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infra import guard, settings
-from islands.types import IslandsError
+from islands.types import ServiceUnavailable
 
 HOST = "127.0.0.1"
 PREFECT_PORT = 4200
@@ -54,10 +54,6 @@ _NO_TELEMETRY = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 Say = Callable[[str], None]
-
-
-class ServiceUnavailable(IslandsError):
-    """A service does not start, does not answer, or is not free to be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +129,7 @@ def start(service: Service, *, held: Sequence[int] = ()) -> Started:
     `held` are descriptors that the guard, not the service, keeps open until everything is gone: a lock.
     """
     service.log.parent.mkdir(parents=True, exist_ok=True)
-    # By its file and without site packages: it needs none, and starts in a third of the time.
+    # By its file, wherever this process runs; without site packages it starts sooner, and needs none.
     own = [sys.executable, "-I", "-S", guard.__file__, "--grace", f"{service.grace_seconds:g}"]
     with service.log.open("ab") as log:
         process = subprocess.Popen(

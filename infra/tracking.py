@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -171,10 +171,18 @@ class Tracker:
         with self._reaching("reading tags"):
             return dict(self._client.get_run(run_id).data.tags)
 
-    def reopen(self, run_id: str) -> None:
-        """Mark the run as running again."""
-        with self._reaching("reopening a run"):
-            self._client.update_run(run_id, status=RUNNING)
+    def set_tags(self, found: Found, tags: Mapping[str, str]) -> None:
+        """Set the tags that the run did not have so when it was found."""
+        for key, value in tags.items():
+            if found.tags.get(key) != _cut(value, LONGEST_TAG):
+                self.set_tag(found.run_id, key, value)
+
+    def reopen(self, found: Found) -> Found:
+        """Return the run, marked as running again."""
+        if found.status != RUNNING:
+            with self._reaching("reopening a run"):
+                self._client.update_run(found.run_id, status=RUNNING)
+        return replace(found, status=RUNNING)
 
     def end(self, run_id: str, status: str) -> None:
         """Mark the run as ended now.
@@ -192,7 +200,9 @@ class Tracker:
         known = self._client.get_experiment_by_name(name)
         if known is None:
             try:
-                return str(self._client.create_experiment(name))
+                # Which of its faces MLflow shows for it: the one for training.
+                kind = {"mlflow.experimentKind": "custom_model_development"}
+                return str(self._client.create_experiment(name, tags=kind))
             except MlflowException:
                 known = self._client.get_experiment_by_name(name)  # somebody else was first
                 if known is None:
@@ -220,7 +230,13 @@ class Tracker:
         try:
             yield
         except (MlflowException, OSError) as exc:
-            reason = str(exc).strip().partition("\n")[0][:300]
+            # The reason may quote the address, with name and password.
+            reason = (
+                str(exc)
+                .strip()
+                .partition("\n")[0]
+                .replace(self.uri.rstrip("/"), _shown(self.uri))[:300]
+            )
             raise TrackingUnavailable(
                 f"MLflow at {_shown(self.uri)} must answer, but {what} failed: {reason}; look whether it runs there. "
                 "Training does not depend on it"
@@ -333,4 +349,4 @@ def _cut(text: str, longest: int) -> str:
 def _shown(uri: str) -> str:
     """Return an address without the name and password it may hold."""
     parts = urlsplit(uri)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")

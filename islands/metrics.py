@@ -2,14 +2,13 @@
 
 Knows commits and what they carry of contributions; must not know a store, a tracker or a clock.
 
-A point depends on one commit and on the commit before it of the same fragment, on nothing else: not on which points
-were made before, nor on how the fragments' commits interleave. So whoever reads a commit again makes exactly the same
-points, and a tracker that recognises a point it has seen can be sent everything twice.
+A point depends on a commit and on the commits before it, in the order in which they were made: not on which points
+were made before. So whoever reads them again makes exactly the same points, and a tracker that recognises a point it
+has seen can be sent everything twice.
 
 Steps, the horizontal axis of every chart:
 
-    run, synchronizer   tokens merged so far into the fragment that advanced. The fragments move together; their mean is
-                        what a snapshot calls merged tokens
+    run, synchronizer   the run's merged tokens: the mean over fragments, as a snapshot's
     an island           tokens it had trained when it made the contribution: its steps times its tokens per step (exact
                         unless its batch size was changed on a resume)
 
@@ -22,7 +21,7 @@ Keys:
                   sync/refused (contributions refused in it), sync/staleness_mean, sync/median_norm,
                   sync/merge_interval_seconds (since the fragment's version before)
     an island     train/loss (bits per token), train/tokens, train/tokens_per_second, train/idle_percent,
-                  sync/staleness (versions), sync/merged_share (merged over trained tokens of the fragment so far),
+                  sync/staleness (versions), sync/merged_share (as the run's),
                   sync/share_of_merges (its weight over all weights of the version), sync/refused (contributions of it
                   refused in this version), comm/bytes_up, comm/bytes_down (by its incarnation so far)
 
@@ -32,7 +31,7 @@ What is unknown (a loss of 0, a step time of 0) makes no point.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from islands.contributions import Consumed, Tally
@@ -44,6 +43,11 @@ BITS_PER_NAT = 1 / math.log(2)
 # A time beyond this (the year 5138) is no time: a learner may write anything.
 LATEST_STAMP = 1e11
 LARGEST_STEP = 2**63 - 1
+# A time before this (the year 2001) counts base steps of the local driver.
+FIRST_STAMP = 1e9
+# What figures keep of one island at most, and how many contributions a staleness is the mean of.
+MOST_SAMPLES = 4000
+STALENESS_WINDOW = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,11 @@ class Evaluation:
 class Sample:
     """One merged contribution, as the figures show it.
 
-    `merged_tokens` of the fragment after the merge; `loss` in bits per token, 0 while unknown; `share`: the island's
-    part of all tokens merged into the fragment so far; `pushed_at`, `merged_at` as `Point.at`.
+    `merged_tokens`: the run's, after the merge; `loss` in bits per token, 0 while unknown; `share`: the island's part
+    of all tokens merged so far; `pushed_at`, `merged_at` as `Point.at`.
     """
 
     island: str
-    fragment: int
     merged_tokens: int
     loss: float
     staleness: int
@@ -98,23 +101,34 @@ def island_part(name: str) -> str:
 
 
 def points_of(
-    commit: Commit, before: Commit, tokens_per_step: Mapping[str, float]
+    commit: Commit, heads: Sequence[Commit], tokens_per_step: Mapping[str, float]
 ) -> Iterator[Point]:
     """Yield the points of one version; version 0 has none.
 
     Args:
         commit: a version of a fragment.
-        before: the version before it of the same fragment; of version 0, itself.
+        heads: the newest version of every fragment when it was made, its own fragment's therefore the one before.
         tokens_per_step: learner -> tokens of one inner step.
     """
     if commit.version == 0:
         return
-    yield from _run_points(commit, tokens_per_step)
-    yield from _synchronizer_points(commit, before)
+    step, after = merged_tokens(commit, heads), _after(commit, heads)
+    yield from _run_points(commit, after, tokens_per_step, step)
+    yield from _synchronizer_points(commit, heads[commit.fragment], step)
     all_weights = math.fsum(entry.weight for entry in commit.consumed)
     for entry in commit.consumed:
-        yield from _island_points(commit, entry, all_weights)
+        tallies = [head.tallies.get(entry.learner, Tally()) for head in after]
+        share = _ratio(
+            sum(tally.merged for tally in tallies),
+            _trained(tallies, entry.learner, tokens_per_step),
+        )
+        yield from _island_points(commit, entry, all_weights, share)
     yield from _refusals(commit, tokens_per_step)
+
+
+def merged_tokens(commit: Commit, heads: Sequence[Commit]) -> int:
+    """Return the run's merged tokens once a commit was made: as a snapshot counts them."""
+    return sum(head.merged_tokens for head in _after(commit, heads)) // len(heads)
 
 
 def evaluation_points(evaluation: Evaluation) -> Iterator[Point]:
@@ -126,20 +140,29 @@ def evaluation_points(evaluation: Evaluation) -> Iterator[Point]:
         yield Point(RUN, key, value, evaluation.merged_tokens, evaluation.at)
 
 
-def samples_of(commit: Commit) -> Iterator[Sample]:
-    """Yield what the figures show of one version, one sample per merged contribution."""
+def samples_of(commit: Commit, heads: Sequence[Commit]) -> Iterator[Sample]:
+    """Yield what the figures show of one version, one sample per merged contribution; `heads` as in `points_of`."""
+    after = _after(commit, heads)
     for entry in commit.consumed:
-        merged = commit.tallies.get(entry.learner, Tally()).merged
+        own = sum(head.tallies.get(entry.learner, Tally()).merged for head in after)
         yield Sample(
             island=entry.learner,
-            fragment=commit.fragment,
-            merged_tokens=commit.merged_tokens,
+            merged_tokens=merged_tokens(commit, heads),
             loss=_bits(entry),
             staleness=entry.staleness,
-            share=_ratio(merged, commit.merged_tokens),
+            share=_ratio(own, sum(head.merged_tokens for head in after)),
             pushed_at=_pushed_at(commit, entry),
             merged_at=commit.at,
         )
+
+
+def gather(kept: dict[str, list[Sample]], samples: Iterable[Sample]) -> None:
+    """Add samples to those kept of their islands, in place; of each island's at most `MOST_SAMPLES` stay."""
+    for sample in samples:
+        rows = kept.setdefault(sample.island, [])
+        rows.append(sample)
+        if len(rows) > MOST_SAMPLES:
+            rows[:] = thinned(rows, MOST_SAMPLES // 2)
 
 
 def thinned(samples: Sequence[Sample], most: int) -> list[Sample]:
@@ -153,24 +176,35 @@ def trained_at(entry: Consumed) -> int:
     return entry.stop.step * entry.num_tokens // entry.num_steps
 
 
-def _run_points(commit: Commit, tokens_per_step: Mapping[str, float]) -> Iterator[Point]:
+def _after(commit: Commit, heads: Sequence[Commit]) -> list[Commit]:
+    return [commit if head.fragment == commit.fragment else head for head in heads]
+
+
+def _trained(tallies: Iterable[Tally], learner: str, tokens_per_step: Mapping[str, float]) -> float:
+    """Return the tokens a learner had trained at the ends of its last merged contributions, summed over fragments."""
+    return sum(tally.consumed_to.step for tally in tallies) * tokens_per_step.get(learner, 0.0)
+
+
+def _run_points(
+    commit: Commit, after: Sequence[Commit], tokens_per_step: Mapping[str, float], step: int
+) -> Iterator[Point]:
     trained = math.fsum(
-        tally.consumed_to.step * tokens_per_step.get(name, 0.0)
-        for name, tally in commit.tallies.items()
+        _trained([tally], name, tokens_per_step)
+        for head in after
+        for name, tally in head.tallies.items()
     )
-    known = [(entry.num_tokens, _bits(entry)) for entry in commit.consumed if _bits(entry)]
     values = {
-        "run/merged_tokens": float(commit.merged_tokens),
-        "run/merged_share": _ratio(commit.merged_tokens, trained),
+        "run/merged_tokens": float(step),
+        "run/merged_share": _ratio(sum(head.merged_tokens for head in after), trained),
     }
+    known = [(entry.num_tokens, _bits(entry)) for entry in commit.consumed if _bits(entry)]
     if known:
-        values["run/train_loss"] = math.fsum(n * loss for n, loss in known) / sum(
-            n for n, _ in known
-        )
-    yield from _points(RUN, values, _step(commit.merged_tokens), _time(commit.at, 0.0))
+        total = math.fsum(num_tokens * loss for num_tokens, loss in known)
+        values["run/train_loss"] = total / sum(num_tokens for num_tokens, _ in known)
+    yield from _points(RUN, values, _step(step), _time(commit.at, 0.0))
 
 
-def _synchronizer_points(commit: Commit, before: Commit) -> Iterator[Point]:
+def _synchronizer_points(commit: Commit, before: Commit, step: int) -> Iterator[Point]:
     consumed = commit.consumed
     values = {
         f"sync/version_f{commit.fragment}": float(commit.version),
@@ -182,17 +216,18 @@ def _synchronizer_points(commit: Commit, before: Commit) -> Iterator[Point]:
     }
     if before.version > 0:  # version 0 was made with the run, not by a merge
         values["sync/merge_interval_seconds"] = commit.at - before.at
-    yield from _points(SYNCHRONIZER, values, _step(commit.merged_tokens), _time(commit.at, 0.0))
+    yield from _points(SYNCHRONIZER, values, _step(step), _time(commit.at, 0.0))
 
 
-def _island_points(commit: Commit, entry: Consumed, all_weights: float) -> Iterator[Point]:
+def _island_points(
+    commit: Commit, entry: Consumed, all_weights: float, merged_share: float
+) -> Iterator[Point]:
     told, trained = entry.telemetry, trained_at(entry)
-    tally = commit.tallies.get(entry.learner, Tally())
     values = {
         "train/tokens": float(trained),
         "train/idle_percent": told.idle_share * 100,
         "sync/staleness": float(entry.staleness),
-        "sync/merged_share": _ratio(tally.merged, trained),
+        "sync/merged_share": merged_share,
         "sync/share_of_merges": _ratio(entry.weight, all_weights),
         "comm/bytes_up": float(told.bytes_up),
         "comm/bytes_down": float(told.bytes_down),
@@ -270,9 +305,31 @@ def series(samples: Sequence[Sample], value: str) -> tuple[tuple[float, ...], tu
     """Return one value of the samples over merged tokens, as (xs, ys).
 
     Args:
-        samples: of one island, in any order.
-        value: "loss" (unknown ones are left out), "staleness" or "share".
+        samples: of one island, in the order of their merges.
+        value: "loss" (unknown ones are left out), "share", or "staleness" (mean over `STALENESS_WINDOW` of them).
     """
-    rows = sorted((sample.merged_tokens, getattr(sample, value)) for sample in samples)
-    known = [row for row in rows if row[1] or value != "loss"]
-    return tuple(float(x) for x, _ in known), tuple(float(y) for _, y in known)
+    known = [sample for sample in samples if sample.loss or value != "loss"]
+    ys = [float(getattr(sample, value)) for sample in known]
+    if value == "staleness":
+        starts = [max(0, n + 1 - STALENESS_WINDOW) for n in range(len(ys))]
+        ys = [sum(ys[start : n + 1]) / (n + 1 - start) for n, start in enumerate(starts)]
+    return tuple(float(sample.merged_tokens) for sample in known), tuple(ys)
+
+
+def in_order(
+    ahead: Sequence[Sequence[tuple[float, Commit]]], *, until: float, is_open: bool
+) -> list[Commit]:
+    """Return the commits up to a time in the order in which they were made; a fragment's own order always holds.
+
+    Args:
+        ahead: per fragment, (time, commit) in the order of its versions, the times never falling.
+        until: the last time.
+        is_open: more may come that were made at that very time, so those wait.
+    """
+    rows = [
+        (at, commit.fragment, commit.version, commit)
+        for row in ahead
+        for at, commit in row
+        if at < until or (at == until and not is_open)
+    ]
+    return [commit for *_, commit in sorted(rows, key=lambda row: row[:3])]

@@ -195,7 +195,7 @@ def axis_over(
     lags: dict[str, list[float]] = {}
     for at, taken in merges:
         for learner, sent_at in (pushed[name] for name in taken if name in pushed):
-            if sent_at is not None:
+            if sent_at is not None and math.isfinite(sent_at - at):
                 lags.setdefault(learner, []).append(sent_at - at)
     stamps = [Stamp("", at) for at in (*begun, *(at for at, _ in merges))]
     for learner, traces in islands.items():

@@ -58,18 +58,19 @@ class Status:
     fragments: tuple[FragmentStatus, ...]
 
 
-def status(run: Run) -> Status:
-    """Return the state of a run as its store shows it now.
+def status(run: Run, before: Status | None = None) -> Status:
+    """Return the state of a run as its store shows it now; heads are looked for from where they stood `before`.
 
     Raises:
         IslandsError: the run's creation was interrupted.
     """
-    if not run.store.list_names("versions/"):
+    if any(records.read(run.store, names.version(p, 0)) is None for p in range(len(run.layouts))):
         raise IslandsError(
             f"a run to look at must be created whole, got {run.run_id!r}, whose creation was interrupted; "
             f"`diloco resume {run.run_id}` completes it"
         )
-    heads = [records.find_head(run.store, layout.index)[0] for layout in run.layouts]
+    known = [0] * len(run.layouts) if before is None else [f.version for f in before.fragments]
+    heads = [records.find_head(run.store, p, version)[0] for p, version in enumerate(known)]
     lasts = {island.name: last_link(run, island.name) for island in run.config.islands}
     trained = {name: 0 if link is None else link.trained for name, link in lasts.items()}
     total = sum(trained.values())

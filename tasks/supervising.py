@@ -111,7 +111,7 @@ class Supervisor:
         )
 
     def _tags(self, island: str) -> list[str]:
-        return [f"run:{unique_key(self.run.store_url, self.run.run_id)}", f"island:{island}"]
+        return [tag_of(self.run), f"island:{island}"]
 
     def _replace(self, island: str, post: Post) -> None:
         """Start an island's flow again, with a limit; a cancelled one stays away while others train."""
@@ -152,6 +152,11 @@ class Supervisor:
         self.rung = ring.key
         self.log.warning("a quorum has waited too long: a synchronizer is started (%s)", ring.key)
         start_synchronizer(self.run, ring)
+
+
+def tag_of(run: Run) -> str:
+    """Return the tag of every flow run that trains one of the run's islands."""
+    return f"run:{unique_key(run.store_url, run.run_id)}"
 
 
 def start_synchronizer(run: Run, ring: Ring) -> None:

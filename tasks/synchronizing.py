@@ -18,7 +18,7 @@ from tasks.runs import Run
 SHORTEST_LINGER_SECONDS = 10.0
 _LONGEST_PAUSE_SECONDS = 10.0
 # A look at the store costs some milliseconds; between two of them a contribution waits.
-_SHORTEST_POLL_SECONDS = 0.02
+_SHORTEST_POLL_SECONDS = 0.03
 _LONGEST_POLL_SECONDS = 1.0
 _LOOKS_PER_PERIOD = 40
 # Merges that come faster than one in so many seconds share a note.

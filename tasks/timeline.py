@@ -22,8 +22,6 @@ from tasks import records
 from tasks.collecting import SUITE
 from tasks.runs import Run
 
-SYNCHRONIZER = ""
-
 
 @dataclass(frozen=True, slots=True)
 class Push:
@@ -167,7 +165,7 @@ def read_timeline(run: Run) -> Timeline:
         synchronizers=tuple(
             (number, place)
             for number, at in begun
-            if (place := axis.place(Stamp(SYNCHRONIZER, at))) is not None
+            if (place := axis.place(Stamp("", at))) is not None
         ),
         evaluations=_evaluations(run),
         refusals=_refusals([chain[-1] for chain in chains], late),
@@ -189,13 +187,14 @@ def _traces(run: Run, learner: str) -> Traces:
     traces = Traces()
     for name in run.store.list_names(f"learners/{learner}/"):
         body, number = _body(run, name), names.number_of(name)
-        if number is not None:
+        if number is not None and name == names.incarnation(learner, number):
             where = body.get("where")
             told = where.items() if isinstance(where, Mapping) else ()
             text = ", ".join(f"{key} {value}" for key, value in told)
             traces.births[number] = (_number(body.get("at")), text)
         elif name == names.left(learner):
-            trained = _number((body.get("record") or {}).get("trained"))
+            record = body.get("record")
+            trained = _number(record.get("trained")) if isinstance(record, Mapping) else None
             traces.farewell = (int(trained or 0), _number(body.get("at")))
     for name in run.store.list_names(f"checkpoints/{learner}/"):
         if (saved := names.parse_checkpoint(name)) is not None:
@@ -285,7 +284,7 @@ def _merges(
         for commit in chain[1:]:
             entries = tuple(_entries(axis, islands, commit))
             latest = max([place, *(entry.push.place for entry in entries)])
-            known = axis.place(Stamp(SYNCHRONIZER, commit.at))
+            known = axis.place(Stamp("", commit.at))
             place = latest if known is None else known
             placed.append((place, commit, entries))
     placed.sort(key=lambda one: (one[0], one[1].fragment, one[1].version))
@@ -320,10 +319,7 @@ def _push(axis: Axis, traces: Traces, sent: Sent) -> Push:
 
 
 def _lane(run: Run, axis: Axis, name: str, traces: Traces) -> Lane:
-    bars = [
-        Bar(number, track.places[0], track.places[-1], "gone", traces.births[number][1])
-        for number, track in sorted(traces.tracks.items())
-    ]
+    bars = [_bar(axis, name, traces, number) for number in sorted(traces.births)]
     left_at = None
     if traces.farewell is not None:
         trained, at = traces.farewell
@@ -344,6 +340,13 @@ def _lane(run: Run, axis: Axis, name: str, traces: Traces) -> Lane:
         pushes=tuple(sorted(pushes, key=lambda push: (push.place, push.fragment))),
         left_at=left_at,
     )
+
+
+def _bar(axis: Axis, name: str, traces: Traces, number: int) -> Bar:
+    (at, where), track = traces.births[number], traces.tracks[number]
+    birth = axis.place(Stamp(name, at))
+    begin = track.places[0] if birth is None else birth
+    return Bar(number, begin, max(begin, track.places[-1]), "gone", where)
 
 
 def _adoptions(traces: Traces) -> tuple[Adoption, ...]:

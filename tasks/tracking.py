@@ -9,20 +9,20 @@ MLflow, as a tag of the parent run, so another process goes on from there; where
     3. a point is the same in every bit whoever makes it (see `islands/metrics.py`), and MLflow's database keeps one of
        it: run, key, step, time and value are its primary key.
 
-So every point arrives once, however often a pass is cut off, and an outage of MLflow loses nothing. No training process
-waits for this, or knows of it.
+So every point arrives once, however often a pass is cut off, and an outage loses nothing. No training waits for this.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from infra.plots import Labels, Lane, Line, draw_lines, draw_timeline
 from infra.store import Store
-from infra.tracking import FINISHED, RUNNING, Found, Tracker, git_commit, open_tracker, recall
+from infra.tracking import FINISHED, Found, Tracker, git_commit, open_tracker, recall
 from islands import metrics, names
 from islands.config import to_toml
 from islands.metrics import RUN, SYNCHRONIZER, Evaluation, Point, Sample
@@ -38,19 +38,22 @@ PASS_SECONDS = 3.0
 LONGEST_BACKOFF_SECONDS = 30.0
 LOOK_SECONDS = 0.2
 FIGURE_SECONDS = 60.0
-# For the last pass of a run, without the call that is under way: what it cannot send by then, `track` sends later.
+# For the last pass of a run: no call begins later, and `track` sends what is left.
 FINAL_SECONDS = 30.0
 # Commits read, turned into points and sent at a time: what a lost pass repeats at most.
 COMMITS_PER_ROUND = 200
 CURSOR = "diloco.cursor"
 SCORED = "diloco.cursor.evaluations"
-# Of one island: what figures keep, and moments marked in its lane.
-MOST_SAMPLES = 4000
+# Moments marked in one lane of the timeline.
 MOST_MARKS = 400
-SCORES = ("bits_per_byte", "bigram")
 _MERGED = "merged tokens"
 LOSS = Labels("Loss", _MERGED, "bits per byte", "islands: running mean of their training loss")
-STALENESS = Labels("Staleness of merged contributions", _MERGED, "versions behind")
+STALENESS = Labels(
+    "Staleness of merged contributions",
+    _MERGED,
+    "versions behind",
+    "mean over each island's last 12",
+)
 SHARES = Labels("Whose tokens were merged", _MERGED, "share of all merged tokens")
 
 
@@ -73,10 +76,11 @@ def follow(
         say: is told once that MLflow is away, and once that it is back.
     """
     try:
-        follower = RunTracker(run, open_tracker(uri), experiment, is_live=True)
+        tracker = open_tracker(uri)
     except IslandsError as exc:
         say(str(exc))
         return
+    follower = RunTracker(run, tracker, experiment, is_live=True)
     failures, drawn_at = 0, time.monotonic()
     while not is_over():
         try:
@@ -92,9 +96,13 @@ def follow(
             if failures:
                 say("MLflow answers again and has what it missed")
             failures = 0
-        _wait(min(PASS_SECONDS * 2**failures, LONGEST_BACKOFF_SECONDS), is_over)
+        until = time.monotonic() + min(
+            PASS_SECONDS * 2 ** min(failures, 8), LONGEST_BACKOFF_SECONDS
+        )
+        while not is_over() and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
     try:  # the rest, within a bounded time
-        follower.finish_by(time.monotonic() + FINAL_SECONDS)
+        tracker.deadline = time.monotonic() + FINAL_SECONDS
         follower.pass_once()
         follower.draw()
         follower.end(ending())
@@ -109,7 +117,6 @@ def track(run: Run, uri: str, *, experiment: str = EXPERIMENT) -> int:
 
     Raises:
         TrackingUnavailable: MLflow did not answer; nothing is lost, repeat it.
-        ConfigError: the address or the experiment cannot be used.
     """
     tracker = RunTracker(run, open_tracker(uri), experiment)
     sent = tracker.pass_once()
@@ -120,33 +127,54 @@ def track(run: Run, uri: str, *, experiment: str = EXPERIMENT) -> int:
 
 
 class CommitReader:
-    """Goes forward over the commits of every fragment, from given versions on. Not safe for several threads."""
+    """Goes over a run's commits in the order in which they were made, from given versions on. For one thread.
+
+    One synchronizer at a time makes them, with one clock: a commit is there before the next one is made. So whatever
+    was made before a commit that we see is found by looking once more.
+    """
 
     def __init__(self, run: Run, versions: Sequence[int]) -> None:
         self.versions = list(versions)
         self._store = run.store
-        self._last: list[Commit | None] = [None] * len(self.versions)
+        self._heads: list[Commit] = []
+        self._ahead: list[list[tuple[float, Commit]]] = [[] for _ in self.versions]
 
-    def read(self, most: int) -> list[tuple[Commit, Commit]]:
-        """Return about `most` further commits, each with the one before it; empty if there are none."""
-        each = -(-most // len(self.versions))
-        return [pair for p in range(len(self.versions)) for pair in self._read(p, each)]
+    def read(self, most: int) -> list[tuple[Commit, tuple[Commit, ...]]]:
+        """Return about `most` further commits, each with the heads it was made on; empty if there are none."""
+        is_finished = self._store.read(names.FINISHED) is not None
+        if not self._heads:
+            found = [records.read_commit(self._store, *pair) for pair in enumerate(self.versions)]
+            if None in found:
+                return []  # the run is being created
+            self._heads = [pair[0] for pair in found if pair is not None]
+        each = max(2, -(-most // len(self.versions)))
+        self._look(each)
+        newest = max((row[-1][0] for row in self._ahead if row), default=-math.inf)
+        self._look(each)
+        ends = [row[-1][0] for row in self._ahead if len(row) >= each]
+        until = min([newest, *ends])
+        is_open = until < metrics.FIRST_STAMP and not is_finished  # base steps: several at once
+        taken = metrics.in_order(self._ahead, until=until, is_open=is_open)
+        if ends and not taken:  # all that was read is of one moment
+            taken = metrics.in_order(self._ahead, until=until, is_open=False)
+        return [(commit, self._step(commit)) for commit in taken]
 
-    def _read(self, fragment: int, most: int) -> Iterator[tuple[Commit, Commit]]:
-        before = self._last[fragment] or self._at(fragment, self.versions[fragment])
-        while before is not None and most > 0:
-            self._last[fragment] = before
-            commit = self._at(fragment, before.version + 1)
-            if commit is None:
-                return
-            yield commit, before
-            self.versions[fragment] = commit.version
-            before, most = commit, most - 1
-        self._last[fragment] = before
+    def _look(self, most: int) -> None:
+        """Read on in every fragment until `most` commits lie ahead."""
+        for fragment, row in enumerate(self._ahead):
+            while len(row) < most:
+                at, last = row[-1] if row else (-math.inf, self._heads[fragment])
+                found = records.read_commit(self._store, fragment, last.version + 1)
+                if found is None:
+                    break
+                row.append((max(at, last.at, found[0].at), found[0]))
 
-    def _at(self, fragment: int, version: int) -> Commit | None:
-        found = records.read_commit(self._store, fragment, version)
-        return None if found is None else found[0]
+    def _step(self, commit: Commit) -> tuple[Commit, ...]:
+        heads = tuple(self._heads)
+        self._heads[commit.fragment] = commit
+        self.versions[commit.fragment] = commit.version
+        del self._ahead[commit.fragment][0]
+        return heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +189,8 @@ class Session:
 class RunTracker:
     """Brings one run's MLflow runs up to date. Not safe for several threads; several processes are harmless.
 
-    Args:
-        run: an open run.
-        tracker: where to.
-        experiment: name of the experiment.
-        is_live: runs found ended are marked as running again, unless the run has finished.
-
-    Attributes:
-        is_behind: the last pass was stopped before everything was sent.
+    `is_live`: what MLflow holds for ended is marked as running again, unless the run has finished. `is_behind`: the
+    last pass was stopped before everything was sent.
     """
 
     def __init__(
@@ -181,15 +203,8 @@ class RunTracker:
         self._described = ""
         self._figures = Figures(run)
 
-    def finish_by(self, deadline: float) -> None:
-        """Ask nothing more of MLflow after `deadline`, in monotonic seconds: what is left to do then fails."""
-        self._tracker.deadline = deadline
-
     def pass_once(self, is_late: Callable[[], bool] = lambda: False) -> int:
-        """Send what the store has and MLflow lacks; return the number of points.
-
-        Args:
-            is_late: asked between rounds; True stops here, and the next pass goes on.
+        """Send what the store has and MLflow lacks; return the number of points. `is_late` stops it between rounds.
 
         Raises:
             TrackingUnavailable: MLflow did not answer. Call again: what is missing is found from the store.
@@ -197,40 +212,35 @@ class RunTracker:
         """
         sent = 0
         try:
-            if self._session is None:
-                self._session = self._open()
-            session = self._session
+            session = self._session = self._session or self._open()
             while points := self._next(session):
                 self._send(session, points)
                 sent += len(points)
-                self.is_behind = is_late()
-                if self.is_behind:
-                    break
+                if is_late():
+                    self.is_behind = True
+                    return sent
             # Last: where files cannot be stored, metrics still arrive.
             if self._described != session.parts[RUN].run_id:
                 self._describe(session.parts)
                 self._described = session.parts[RUN].run_id
+            self.is_behind = False
         except IslandsError:
             # What MLflow has is not known any more; perhaps it comes back with another database. Ask it.
-            self._session = None
-            self.is_behind = True
+            self._session, self.is_behind = None, True
             raise
         return sent
 
     def draw(self) -> None:
         """Draw the figures from the store and put them beside the parent run; nothing before the first pass."""
-        if self._session is None:
-            return
-        parent = self._session.parts[RUN].run_id
-        for path, png in self._figures.draw().items():
-            self._tracker.log_figure(parent, png, path)
+        if self._session is not None:
+            for path, png in self._figures.draw().items():
+                self._tracker.log_figure(self._session.parts[RUN].run_id, png, path)
 
     def end(self, status: str) -> None:
         """Mark the runs as ended; the islands that have left have finished, whatever became of the others."""
-        if self._session is None:
-            return
+        parts = {} if self._session is None else self._session.parts
         gone = {metrics.island_part(name) for name in records.departed(self.run.store)}
-        for part, found in self._session.parts.items():
+        for part, found in parts.items():
             outcome = FINISHED if part in gone else status
             if found.status != outcome:
                 self._tracker.end(found.run_id, outcome)
@@ -241,15 +251,14 @@ class RunTracker:
         rates = {i.name: float(i.batch_size * context) for i in self.run.config.islands}
         points = [
             point
-            for commit, before in session.commits.read(COMMITS_PER_ROUND)
-            for point in metrics.points_of(commit, before, rates)
+            for commit, heads in session.commits.read(COMMITS_PER_ROUND)
+            for point in metrics.points_of(commit, heads, rates)
         ]
         for score in evaluations(self.run, session.scored):
             session.scored.append(score.number)
             points += metrics.evaluation_points(score)
-        return list(
-            dict.fromkeys(points)
-        )  # two fragments pushed at once say the same of their island
+        # Two fragments pushed at once say the same of their island.
+        return list(dict.fromkeys(points))
 
     def _send(self, session: Session, points: list[Point]) -> None:
         grouped: dict[str, list[Point]] = {}
@@ -271,10 +280,7 @@ class RunTracker:
             part = metrics.island_part(island.name)
             parts[part] = self._find(part, island.name, parent.run_id)
         if self._is_live and self.run.store.read(names.FINISHED) is None:
-            for part, found in parts.items():
-                if found.status != RUNNING:
-                    self._tracker.reopen(found.run_id)
-                    parts[part] = replace(found, status=RUNNING)
+            parts = {part: self._tracker.reopen(found) for part, found in parts.items()}
         # Of a child that somebody deleted nothing is there: then everything is sent again.
         tags = {} if any(found.is_new for found in parts.values()) else parent.tags
         versions = recall(tags, CURSOR)
@@ -295,28 +301,29 @@ class RunTracker:
 
     def _describe(self, parts: Mapping[str, Found]) -> None:
         """Write down once what the run is. Parameters keep their first value; config.toml is what holds now."""
-        run, parent = self.run, parts[RUN].run_id
-        config = run.config
+        config, parent = self.run.config, parts[RUN].run_id
         self._tracker.log_params(parent, config.model_dump(mode="json"))
-        tags = {
-            "seed": str(config.seed),
+        facts = {
+            "seed": config.seed,
             "codec": config.sync.codec,
             "codec_down": config.sync.codec_down,
-            "islands": str(len(config.islands)),
-            "quorum": str(config.quorum),
-            **{f"software.{key}": str(v) for key, v in run.facts.get("software", {}).items()},
+            "islands": len(config.islands),
+            "quorum": config.quorum,
+            "git_sha": git_commit(),
+            **{
+                f"software.{key}": value
+                for key, value in self.run.facts.get("software", {}).items()
+            },
         }
-        if (commit := git_commit()) is not None:
-            tags["git_sha"] = commit
-        for key, value in tags.items():
-            if parts[RUN].tags.get(f"diloco.{key}") != value:
-                self._tracker.set_tag(parent, f"diloco.{key}", value)
+        tags = {f"diloco.{key}": str(fact) for key, fact in facts.items() if fact is not None}
+        self._tracker.set_tags(parts[RUN], tags)
         for island in config.islands:
-            found = parts[metrics.island_part(island.name)]
-            if found.tags.get("diloco.region") != island.region:
-                self._tracker.set_tag(found.run_id, "diloco.region", island.region)
+            child = parts[metrics.island_part(island.name)]
+            self._tracker.set_tags(child, {"diloco.region": island.region})
         self._tracker.log_text(parent, to_toml(config), "config.toml")
-        self._tracker.log_text(parent, json.dumps(layouts_to_json(run.layouts)), "layouts.json")
+        self._tracker.log_text(
+            parent, json.dumps(layouts_to_json(self.run.layouts)), "layouts.json"
+        )
 
 
 class Figures:
@@ -330,17 +337,13 @@ class Figures:
     def draw(self) -> dict[str, bytes]:
         """Return file name -> PNG image, as the store stands now."""
         while pairs := self._commits.read(COMMITS_PER_ROUND):
-            for sample in (sample for commit, _ in pairs for sample in metrics.samples_of(commit)):
-                kept = self._samples.setdefault(sample.island, [])
-                kept.append(sample)
-                if len(kept) > MOST_SAMPLES:
-                    kept[:] = metrics.thinned(kept, MOST_SAMPLES // 2)
-        is_virtual = bool(self._run.store.list_names("driver/"))
+            for commit, heads in pairs:
+                metrics.gather(self._samples, metrics.samples_of(commit, heads))
         return {
             "figures/loss.png": draw_lines(self._loss(), LOSS),
             "figures/staleness.png": draw_lines(self._lines("staleness"), STALENESS),
             "figures/shares.png": draw_lines(self._lines("share"), SHARES),
-            "figures/timeline.png": draw_timeline(self._lanes(), "Timeline", is_virtual=is_virtual),
+            "figures/timeline.png": self._timeline(),
         }
 
     def _lines(self, value: str) -> list[Line]:
@@ -353,7 +356,7 @@ class Figures:
         bigram = Line("byte bigram", xs, tuple(s.bigram for s in scores), "level")
         return [*self._lines("loss"), held_out, bigram]
 
-    def _lanes(self) -> list[Lane]:
+    def _timeline(self) -> bytes:
         store, lanes, merges = self._run.store, [], set[float]()
         for name, samples in self._samples.items():
             numbers = sorted(records.numbers_in(store, f"learners/{name}"))
@@ -366,7 +369,9 @@ class Figures:
             shown = metrics.thinned(samples, MOST_MARKS)
             lanes.append(Lane(name, tuple(spans), tuple(sample.pushed_at for sample in shown)))
             merges |= {sample.merged_at for sample in shown}
-        return [*lanes, Lane("merges", (), tuple(sorted(merges)))]
+        lanes.append(Lane("merges", (), tuple(sorted(merges))))
+        is_real = max(merges, default=metrics.FIRST_STAMP) >= metrics.FIRST_STAMP
+        return draw_timeline(lanes, "Timeline", "seconds" if is_real else "base steps")
 
 
 def evaluations(run: Run, known: Collection[int]) -> Iterator[Evaluation]:
@@ -378,13 +383,13 @@ def evaluations(run: Run, known: Collection[int]) -> Iterator[Evaluation]:
             if score is None or snapshot is None:
                 continue
             about: Snapshot = records.parsed(of, snapshot_from_json, snapshot[0])
-            commits = [
-                records.require_commit(run.store, *pair) for pair in enumerate(about.versions)
+            made = [
+                records.require_commit(run.store, p, v)[0] for p, v in enumerate(about.versions)
             ]
-            at = max(commit.at for commit, _ in commits)
-            bits, bigram = parse(tuple[float, float], [score[0][key] for key in SCORES])
+            bits, bigram = (parse(float, score[0][key]) for key in ("bits_per_byte", "bigram"))
         except (DamagedObject, KeyError, ValueError):
             continue  # `verify` is who says so
+        at = max(commit.at for commit in made)
         yield Evaluation(number, about.merged_tokens, bits, bigram, at)
 
 
@@ -395,9 +400,3 @@ def _stamp_of(store: Store, name: str) -> float | None:
         return None if found is None else float(parse(float, found[0].get("at")))
     except (DamagedObject, ValueError):
         return None
-
-
-def _wait(seconds: float, is_over: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not is_over() and (left := until - time.monotonic()) > 0:
-        time.sleep(min(LOOK_SECONDS, left))

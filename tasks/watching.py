@@ -24,7 +24,7 @@ from tasks.ringing import Bell
 from tasks.runs import Run
 from tasks.segments import Segment, Stretch
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
 # Prefect kills a cancelled flow after 30 s.
 _STOP_SECONDS = 25.0
 Log = logging.Logger | logging.LoggerAdapter[Any]

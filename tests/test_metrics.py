@@ -7,12 +7,16 @@ import pytest
 
 from islands.contributions import Consumed, Tally, Telemetry, Verdict
 from islands.metrics import (
+    MOST_SAMPLES,
     RUN,
+    STALENESS_WINDOW,
     SYNCHRONIZER,
     Evaluation,
     Point,
     Sample,
     evaluation_points,
+    gather,
+    in_order,
     island_part,
     points_of,
     samples_of,
@@ -98,20 +102,30 @@ def values_of(points: list[Point], run: str) -> dict[str, float]:
     return {point.key: point.value for point in points if point.run == run}
 
 
+# The other fragment, of which 200 tokens are merged; the west has not come that far.
+OTHER = replace(
+    BEFORE,
+    fragment=0,
+    tallies={"east": Tally(consumed_to=Position(0, 10), offered=320, merged=200, merges=1)},
+)
+HEADS = (OTHER, BEFORE)
+
+
 def points() -> list[Point]:
-    return list(points_of(COMMIT, BEFORE, RATES))
+    return list(points_of(COMMIT, HEADS, RATES))
 
 
 def test_version_zero_has_no_points() -> None:
-    assert list(points_of(replace(BEFORE, version=0), replace(BEFORE, version=0), RATES)) == []
+    assert list(points_of(replace(BEFORE, version=0), HEADS, RATES)) == []
 
 
 def test_the_run_is_told_what_was_merged_and_lost() -> None:
     assert values_of(points(), RUN) == pytest.approx(
         {
-            "run/merged_tokens": 480 + 120,
-            # Trained up to their last merged contributions: 20 steps of 32 and 15 of 16 tokens.
-            "run/merged_share": 600 / (640 + 240),
+            # 480 + 120 of this fragment and 200 of the other: their mean.
+            "run/merged_tokens": 400,
+            # Trained up to what was merged last: 20 steps of 32 tokens and 15 of 16; in the other, 10 of 32.
+            "run/merged_share": 800 / (640 + 240 + 320),
             # 320 tokens at 2 bits, 80 at 4.
             "run/train_loss": (320 * 2 + 80 * 4) / 400,
         }
@@ -140,7 +154,7 @@ def test_an_island_is_told_of_its_training_and_its_part_in_the_merge() -> None:
             "train/tokens_per_second": 32 / 0.5,
             "train/idle_percent": 25.0,
             "sync/staleness": 0,
-            "sync/merged_share": 480 / 640,
+            "sync/merged_share": (480 + 200) / (640 + 320),
             "sync/share_of_merges": 0.75,
             "sync/refused": 0,
             "comm/bytes_up": 300,
@@ -163,8 +177,8 @@ def test_steps_are_merged_tokens_for_the_run_and_own_trained_tokens_for_an_islan
     for point in points():
         steps[point.run].add(point.step)
     assert steps == {
-        RUN: {600},
-        SYNCHRONIZER: {600},
+        RUN: {400},
+        SYNCHRONIZER: {400},
         island_part("east"): {640},
         island_part("west"): {240},
         island_part("north"): {0},
@@ -177,21 +191,21 @@ def test_an_islands_point_bears_its_own_time_and_the_commits_where_that_is_no_ti
     assert at == {island_part("east"): 1000.5, island_part("west"): 1001.0}
     for wrong in (0.0, -5.0, 1e300):
         told = replace(EAST, telemetry=replace(EAST.telemetry, at=wrong))
-        odd = points_of(replace(COMMIT, consumed=(told,)), BEFORE, RATES)
+        odd = points_of(replace(COMMIT, consumed=(told,)), HEADS, RATES)
         assert {p.at for p in odd} == {1002.5}
 
 
 def test_what_is_unknown_or_no_number_makes_no_point() -> None:
     told = replace(EAST, step_seconds=0.0, telemetry=Telemetry(loss=math.inf))
-    keys = {p.key for p in points_of(replace(COMMIT, consumed=(told,)), BEFORE, RATES)}
+    keys = {p.key for p in points_of(replace(COMMIT, consumed=(told,)), HEADS, RATES)}
     assert not keys & {"train/loss", "train/tokens_per_second", "run/train_loss"}
     told = replace(EAST, telemetry=Telemetry())
-    keys = {p.key for p in points_of(replace(COMMIT, consumed=(told,)), BEFORE, RATES)}
+    keys = {p.key for p in points_of(replace(COMMIT, consumed=(told,)), HEADS, RATES)}
     assert not keys & {"train/loss", "run/train_loss"}
 
 
 def test_the_first_merge_of_a_fragment_has_no_interval() -> None:
-    first = points_of(replace(COMMIT, version=1), replace(BEFORE, version=0), RATES)
+    first = points_of(replace(COMMIT, version=1), (OTHER, replace(BEFORE, version=0)), RATES)
     assert "sync/merge_interval_seconds" not in {point.key for point in first}
 
 
@@ -203,22 +217,57 @@ def test_an_evaluation_stands_at_its_snapshots_merged_tokens() -> None:
 
 
 def test_a_sample_shows_a_merged_contribution() -> None:
-    first, second = samples_of(COMMIT)
-    assert first == Sample("east", 1, 600, pytest.approx(2.0), 0, 0.8, 1000.5, 1002.5)
-    assert (second.island, second.share, second.staleness) == ("west", 0.2, 2)
+    first, second = samples_of(COMMIT, HEADS)
+    # 480 + 200 of 800 tokens are the east's.
+    assert first == Sample("east", 400, pytest.approx(2.0), 0, 0.85, 1000.5, 1002.5)
+    assert (second.island, second.share, second.staleness) == ("west", 0.15, 2)
 
 
-def test_a_series_is_ordered_by_merged_tokens_and_leaves_out_an_unknown_loss() -> None:
-    late, early = next(samples_of(COMMIT)), replace(next(samples_of(COMMIT)), merged_tokens=10)
-    unknown = replace(late, merged_tokens=20, loss=0.0)
-    assert series([late, early, unknown], "loss")[0] == (10.0, 600.0)
-    assert series([late, early, unknown], "staleness") == ((10.0, 20.0, 600.0), (0.0, 0.0, 0.0))
+def sample(**changes: float) -> Sample:
+    plain = Sample("east", 400, 2.0, 0, 0.5, 1.0, 2.0)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_a_series_leaves_out_an_unknown_loss() -> None:
+    rows = [sample(merged_tokens=10), sample(merged_tokens=20, loss=0.0), sample(merged_tokens=30)]
+    assert series(rows, "loss") == ((10.0, 30.0), (2.0, 2.0))
+    assert series(rows, "share") == ((10.0, 20.0, 30.0), (0.5, 0.5, 0.5))
+
+
+def test_staleness_is_shown_as_the_mean_of_the_last_contributions() -> None:
+    rows = [sample(staleness=12)] + [sample(staleness=0) for _ in range(STALENESS_WINDOW)]
+    assert series(rows, "staleness")[1][:3] == (12.0, 6.0, 4.0)
+    assert series(rows, "staleness")[1][-2:] == (1.0, 0.0)
+
+
+def test_what_figures_keep_of_an_island_is_bounded() -> None:
+    kept: dict[str, list[Sample]] = {}
+    gather(kept, (sample(merged_tokens=n) for n in range(3 * MOST_SAMPLES)))
+    tokens = [row.merged_tokens for row in kept["east"]]
+    assert len(tokens) <= MOST_SAMPLES
+    assert (tokens[-1], tokens == sorted(tokens)) == (3 * MOST_SAMPLES - 1, True)
+
+
+def test_commits_are_ordered_by_time_and_within_a_fragment_by_version() -> None:
+    def made(fragment: int, version: int) -> Commit:
+        return replace(BEFORE, fragment=fragment, version=version)
+
+    ahead = [
+        [(5.0, made(0, 1)), (7.0, made(0, 2))],
+        [(6.0, made(1, 4)), (7.0, made(1, 5)), (7.0, made(1, 6)), (9.0, made(1, 7))],
+    ]
+
+    def names(until: float, *, is_open: bool) -> list[tuple[int, int]]:
+        return [(c.fragment, c.version) for c in in_order(ahead, until=until, is_open=is_open)]
+
+    assert names(7.0, is_open=False) == [(0, 1), (1, 4), (0, 2), (1, 5), (1, 6)]
+    assert names(7.0, is_open=True) == [(0, 1), (1, 4)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 10, 11, 99])
 def test_thinning_keeps_the_last_and_no_more_than_asked_for(count: int) -> None:
-    samples = [replace(next(samples_of(COMMIT)), merged_tokens=n) for n in range(count)]
-    kept = [sample.merged_tokens for sample in thinned(samples, 10)]
+    samples = [sample(merged_tokens=n) for n in range(count)]
+    kept = [row.merged_tokens for row in thinned(samples, 10)]
     assert len(kept) == {0: 0, 1: 1, 5: 5, 10: 10, 11: 6, 99: 10}[count]
     assert kept == sorted(kept)
     assert kept[-1:] == ([count - 1] if count else [])

@@ -1,0 +1,256 @@
+"""The commands that train: `up`, `demo`, `train`, `resume`, `stop`. Each reads its arguments and calls one flow.
+
+Heavy imports happen inside, after the first Ctrl-C can be understood.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from flows import following, screen
+from flows.cli_options import (
+    ConfigFile,
+    Detach,
+    Driver,
+    Json,
+    RunName,
+    Set,
+    StoreUrl,
+    absolute_store,
+    load,
+    open_named,
+    resume_line,
+    store_url,
+)
+from flows.following import DONE, FAILED
+from infra import services, settings
+from infra.services import Services
+from islands.config import RunConfig
+from islands.types import ConfigError, ServiceUnavailable
+
+if TYPE_CHECKING:
+    from flows.local import Outcome, Watch
+    from tasks.runs import Run
+
+EVALUATE_SECONDS = 300.0
+_STOP_SECONDS = 45.0
+
+
+def up(
+    *,
+    store: StoreUrl = None,
+    evaluate_seconds: Annotated[
+        float,
+        Parameter(
+            help="Interval of the schedule of `evaluate`; the Prefect UI can change it.",
+            validator=Number(gte=10),
+        ),
+    ] = EVALUATE_SECONDS,
+) -> int:
+    """Start Prefect, MLflow and the deployments on this machine, and stop them at Ctrl-C."""
+    url = shared_store(store_url(store))
+    with following.stopping("stopping what was started; runs save their state") as is_stopped:
+        home = settings.home()
+        serve = serve_command(url, evaluate_seconds)
+        with services.running(home, serve=serve, is_served=is_served, say=screen.say) as found:
+            screen.show_services(found, url)
+            while not is_stopped():
+                time.sleep(0.2)
+    return DONE
+
+
+def demo(
+    *,
+    set_: Set = (),
+    keep: Annotated[
+        bool,
+        Parameter(negative="", show_default=False, help="Leave the services running until Ctrl-C."),
+    ] = False,
+    compare: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_default=False,
+            help="Then train the same configuration by the local driver, and compare.",
+        ),
+    ] = False,
+) -> int:
+    """Train the example run on four islands with all services, lose one by SIGKILL and take it back."""
+    with following.stopping() as is_stopped:
+        from flows.demo import run_demo
+
+        return run_demo(set_, settings.environment(), is_stopped, keep=keep, compare=compare)
+
+
+def train(
+    config: ConfigFile = None,
+    /,
+    *,
+    set_: Set = (),
+    run: Annotated[
+        str | None, Parameter(help="Name of the new run; default: run-1, run-2, ...")
+    ] = None,
+    driver: Driver = "prefect",
+    detach: Detach = False,
+    json: Json = False,
+) -> int:
+    """Train one run to its end. Ctrl-C stops it with its state saved."""
+    with following.stopping() as is_stopped:
+        settled = load(config, set_)
+        if driver == "local":
+            _refuse_to_detach(detach)
+            return _train_here(settled, run, is_stopped, json=json)
+        from tasks import creating
+        from tasks.runs import next_run_id
+        from tasks.starting import require_shareable
+
+        require_shareable(settled)
+        settled = settled.model_copy(update={"store": shared_store(settled.store)})
+        name = next_run_id(settled.store, "run") if run is None else run
+        creating.prepare_run(settled, name)  # what can be refused, is, before anything begins
+        return _train_there(settled, name, is_stopped, resume=False, detach=detach, json=json)
+
+
+def resume(
+    run: RunName,
+    /,
+    *,
+    set_: Set = (),
+    store: StoreUrl = None,
+    driver: Annotated[
+        Driver | None, Parameter(help="Who goes on; default: who trained it before.")
+    ] = None,
+    detach: Detach = False,
+    json: Json = False,
+) -> int:
+    """Continue an interrupted run; operational settings may change, its identity may not."""
+    with following.stopping() as is_stopped:
+        from tasks.runs import change_config, require_unfinished
+
+        opened = require_unfinished(open_named(run, shared_store(store_url(store))))
+        was_local = bool(opened.store.list_names("driver/"))
+        opened = change_config(opened, set_, settings.environment())
+        if driver == "local" or (driver is None and was_local):
+            _refuse_to_detach(detach)
+            return _resume_here(opened, is_stopped, json=json)
+        config = opened.config.model_copy(update={"store": opened.store_url})
+        return _train_there(config, run, is_stopped, resume=True, detach=detach, json=json)
+
+
+def stop(run: RunName, /, *, store: StoreUrl = None) -> int:
+    """Ask a run to stop at the next step, with its state saved, and wait until it has."""
+    connect()
+    from flows import pipeline
+
+    opened = open_named(run, shared_store(store_url(store)))
+    if not pipeline.stop(opened, _STOP_SECONDS):
+        screen.complain(
+            f"run {run} was asked to stop, but its islands still train after {_STOP_SECONDS:g} s; "
+            "their flow runs say why"
+        )
+        return FAILED
+    screen.say(f"run {run} has stopped; `{resume_line(opened.store_url, run)}` continues")
+    return DONE
+
+
+# --- services ---
+
+
+def connect() -> Services:
+    """Return the running services, and point this process at them.
+
+    Raises:
+        ServiceUnavailable: there are none.
+    """
+    found = services.find(settings.home())
+    if found is None:
+        raise ServiceUnavailable(
+            "a Prefect server must be running, found none; start one with `diloco up` (in another terminal), "
+            "set PREFECT_API_URL, or train with `--driver local`"
+        )
+    settings.export(services.client_variables(found))
+    return found
+
+
+def serve_command(url: str, evaluate_seconds: float) -> list[str]:
+    """Return the command that serves the deployments for a store."""
+    interval = ["--evaluate-seconds", str(evaluate_seconds)]
+    return [sys.executable, "-m", "flows.serving", "--store", url, *interval]
+
+
+def is_served(found: Services) -> bool:
+    """Say whether all deployments are there; points this process at the services."""
+    settings.export(services.client_variables(found))
+    from infra import deployments
+
+    return deployments.are_served()
+
+
+def shared_store(url: str) -> str:
+    """Return a store's URL as other processes can use it."""
+    return absolute_store(url)
+
+
+# --- the two drivers ---
+
+
+def _refuse_to_detach(detach: bool) -> None:
+    if detach:
+        raise ConfigError(
+            "--detach needs a process that goes on, got --driver local; leave one of them out"
+        )
+
+
+def _train_here(
+    config: RunConfig, run: str | None, is_stopped: following.Claim, *, json: bool
+) -> int:
+    from flows import local
+    from tasks.runs import next_run_id
+
+    name = next_run_id(config.store, "run") if run is None else run
+
+    def work(watch: Watch) -> Outcome:
+        return local.train(config, name, watch=watch, is_stopped=is_stopped)
+
+    again = resume_line(config.store, name)
+    return following.follow(work, f"run {name} in {config.store}", config.total_tokens, again, json)
+
+
+def _resume_here(run: Run, is_stopped: following.Claim, *, json: bool) -> int:
+    from flows import local
+
+    def work(watch: Watch) -> Outcome:
+        return local.resume(run, watch=watch, is_stopped=is_stopped)
+
+    again = resume_line(run.store_url, run.run_id)
+    headline = f"run {run.run_id} in {run.store_url}"
+    return following.follow(work, headline, run.config.total_tokens, again, json)
+
+
+def _train_there(
+    config: RunConfig,
+    name: str,
+    is_stopped: following.Claim,
+    *,
+    resume: bool,
+    detach: bool,
+    json: bool,
+) -> int:
+    found = connect()
+    from flows import pipeline
+
+    started = pipeline.start(config, name, resume=resume)
+    page = f"{found.prefect_url}/runs/flow-run/{started.flow_run}"
+    if not json:
+        screen.say(f"run {name} in {config.store}: {page}")
+    if detach:
+        if json:
+            screen.show_json({"run_id": name, "flow_run": started.flow_run, "page": page})
+        return DONE
+    again = resume_line(config.store, name)
+    return following.follow_flow(started, config.total_tokens, again, json, is_stopped)

@@ -1,0 +1,109 @@
+"""A run on Prefect and Dask, as the command line sees it: started, followed through its store, asked to stop.
+
+Knows deployments and the store; must not know what the flows do. Losing sight of Prefect does not end the following:
+the store tells how a run is doing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra import deployments
+from infra.deployments import RunState
+from islands.config import RunConfig
+from islands.types import IslandsError, ServiceUnavailable
+from tasks import reporting, supervising
+from tasks.reporting import Status
+from tasks.runs import Run, open_run
+
+_LOOK_SECONDS = 2.0
+# A flow that has been asked to stop ends within 30 s.
+_STOP_SECONDS = 60.0
+Look = Callable[[Status], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A run that Prefect trains: where it lies, and the flow run of `train`."""
+
+    store_url: str
+    run_id: str
+    flow_run: str
+
+
+def start(config: RunConfig, run_id: str, *, resume: bool = False) -> Started:
+    """Start the deployment `train` for a new run, or for one to go on with, and return at once.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer, or does not know the deployment.
+    """
+    parameters = {
+        "config": json.loads(config.model_dump_json()),
+        "run": run_id,
+        "resume": resume,
+    }
+    flow_run = deployments.start("train", parameters, name=f"train {run_id}")
+    return Started(config.store, run_id, flow_run)
+
+
+def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunState:
+    """Tell `look` how the run is doing until its flow ends; return how it ended.
+
+    Asked to stop, it asks the run to, and waits for that.
+    """
+    stop_by: float | None = None
+    run, seen = None, None
+    while True:
+        run = run or _find(started)
+        if run is not None:
+            seen = _look(run, seen)
+            if seen is not None:
+                look(seen)
+            if is_stopped() and stop_by is None:
+                stop_by = time.monotonic() + _STOP_SECONDS
+                supervising.ask_all_to_stop(run, "asked by the command line")
+        state = _state(started.flow_run)
+        if state.is_over:
+            return state
+        if stop_by is not None and time.monotonic() > stop_by:
+            return RunState("RUNNING", "did not stop in time; see its flow run")
+        if is_stopped() and run is None:
+            return RunState("PENDING", "had not begun; cancel its flow run, or it will")
+        time.sleep(_LOOK_SECONDS)
+
+
+def stop(run: Run, wait_seconds: float) -> bool:
+    """Ask everybody who trains or merges a run to stop with the state saved; say whether its flow ended in time."""
+    supervising.ask_all_to_stop(run, "diloco stop")
+    ends = time.monotonic() + wait_seconds
+    tags = [supervising.tag_of(run)]
+    while deployments.living_run("island", tags) is not None:
+        if time.monotonic() > ends:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _find(started: Started) -> Run | None:
+    """Return the run once it has been created whole."""
+    try:
+        return open_run(started.store_url, started.run_id)
+    except IslandsError:
+        return None  # not there yet, or the store does not answer for a moment
+
+
+def _look(run: Run, before: Status | None) -> Status | None:
+    try:
+        return reporting.status(run, before)
+    except IslandsError:
+        return before  # its creation is under way, or the store does not answer for a moment
+
+
+def _state(flow_run: str) -> RunState:
+    try:
+        return deployments.state_of(flow_run)
+    except ServiceUnavailable:
+        return RunState("RUNNING", "Prefect does not answer")
