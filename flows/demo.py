@@ -117,7 +117,7 @@ def _summary(run: Run, has_struck_all: bool) -> int:
     times = own_time(run)
     screen.say(f"merged share {seen.merged_share:.3f}: so much of all trained work is in the model")
     screen.say(
-        f"first merge {times.first_merge_seconds:.1f} s after the first quorum: "
+        f"first merge {times.cold_seconds:.1f} s after the first quorum: "
         "its synchronizer was started by the quorum's event"
     )
     screen.say(

@@ -88,6 +88,8 @@ class Call(Generic[Result]):
         except KilledWorker as exc:
             raise LearnerLost(f"the worker process died ({_last_worker(exc)})") from exc
         except (FutureCancelledError, OSError) as exc:
+            if self._future.status == "error":
+                raise  # the function's own
             raise LearnerLost(f"the scheduler lost the call ({type(exc).__name__}: {exc})") from exc
         return result
 
@@ -184,7 +186,7 @@ def _start(spec: ClusterSpec) -> LocalCluster:
         processes=True,
         host="127.0.0.1",
         scheduler_port=0,
-        dashboard_address=None,
+        dashboard_address="127.0.0.1:0",
         memory_limit=0,
     )
 

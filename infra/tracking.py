@@ -200,9 +200,7 @@ class Tracker:
         known = self._client.get_experiment_by_name(name)
         if known is None:
             try:
-                # Which of its faces MLflow shows for it: the one for training.
-                kind = {"mlflow.experimentKind": "custom_model_development"}
-                return str(self._client.create_experiment(name, tags=kind))
+                return str(self._client.create_experiment(name))
             except MlflowException:
                 known = self._client.get_experiment_by_name(name)  # somebody else was first
                 if known is None:

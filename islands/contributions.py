@@ -118,8 +118,9 @@ def contribution_from_json(value: Mapping[str, Any]) -> Contribution:
 class Tally:
     """What the synchronizer has done with one learner's tokens of one fragment, up to a version.
 
-    `consumed_to`: end of the last merged interval. `offered`: the mark, = merged + passed_over. `refused` maps a
-    reason to (contributions, tokens); refused tokens are also passed over, or still beyond the mark.
+    `consumed_to`: end of the last merged interval; `norm`: length of that delta. `offered`: the mark, = merged +
+    passed_over. `refused` maps a reason to (contributions, tokens); refused tokens are also passed over, or still
+    beyond the mark.
     """
 
     consumed_to: Position = Position(-1, 0)
@@ -127,6 +128,7 @@ class Tally:
     merged: int = 0
     merges: int = 0
     step_seconds: float = 0.0
+    norm: float = 0.0
     last_version: int = 0
     refused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -177,7 +179,9 @@ class Lineage:
         listed: names of contributions of older incarnations that stay acceptable.
         layout, codec, num_tensors: what a contribution must agree with.
         max_staleness: versions a base may lie behind the head.
-        norm_limit: a delta longer than this is refused; infinity while nothing is known.
+        outlier_factor: a delta is refused if it is longer than this multiple of the running median, and of the
+            learner's own last merged one: a learner that lags is still at a high rate when the others' have died down.
+        median_norm: running median of merged deltas' norms; 0 while too little is known to refuse any.
         is_finished: the run has ended.
     """
 
@@ -190,7 +194,8 @@ class Lineage:
     codec: str
     num_tensors: int
     max_staleness: int
-    norm_limit: float = math.inf
+    outlier_factor: float = math.inf
+    median_norm: float = 0.0
     is_finished: bool = False
 
 
@@ -227,9 +232,15 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
         "stale": head - base > lineage.max_staleness,
         "lineage": base <= head and lineage.digests.get(base) != offer.base_digest,
         "overlap": offer.start < tally.consumed_to or offer.offered_before < tally.offered,
-        "outsized": offer.norm > min(lineage.norm_limit, LARGEST_NORM),
+        "outsized": offer.norm > min(_norm_limit(lineage, tally), LARGEST_NORM),
     }
     return next((reason for reason, is_broken in broken.items() if is_broken), None)
+
+
+def _norm_limit(lineage: Lineage, tally: Tally) -> float:
+    if lineage.median_norm <= 0:
+        return math.inf
+    return lineage.outlier_factor * max(lineage.median_norm, tally.norm)
 
 
 def has_sound_counts(offer: Contribution) -> bool:
@@ -315,6 +326,7 @@ def after_merge(
             merged=old.merged + entry.num_tokens,
             merges=old.merges + 1,
             step_seconds=entry.step_seconds or old.step_seconds,
+            norm=entry.norm,
             last_version=version,
         )
     for verdict in refused:

@@ -141,7 +141,7 @@ class SyncConfig(Section):
     outlier_factor: float = Field(
         default=10.0,
         gt=1,
-        description="A contribution whose norm exceeds this multiple of the running median is refused.",
+        description="A contribution is refused if longer than this multiple of the running median and of its learner's last.",
     )
     codec: Codec = Field(default="float32", description="Number format of contributions.")
     codec_down: Codec = Field(

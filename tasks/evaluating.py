@@ -52,6 +52,8 @@ def evaluate(run: Run, number: int | None = None, *, closes: bool = False) -> Sc
     body = {
         "snapshot": snapshot.number,
         "digest": digest,
+        "merged_tokens": snapshot.merged_tokens,
+        "versions": list(snapshot.versions),
         "bits_per_byte": bits_per_byte(
             model, held_out, context=config.model.context, max_bytes=config.data.eval_bytes
         ),

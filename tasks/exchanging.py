@@ -5,7 +5,6 @@ Knows records and the learner's copies; must not know when any of it is due, nor
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,7 +180,6 @@ class Exchange:
             codec=self.run.config.sync.codec,
             num_tensors=len(self.run.layouts[copy.fragment].tensors),
             max_staleness=0,
-            norm_limit=math.inf,
             is_finished=self.run.store.read(names.FINISHED) is not None,
         )
 

@@ -6,7 +6,6 @@ arguments; everything else can be read again from the store.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +172,8 @@ class View:
             codec=sync.codec,
             num_tensors=len(self.layout.tensors),
             max_staleness=sync.max_staleness,
-            norm_limit=sync.outlier_factor * head.median_norm if is_known else math.inf,
+            outlier_factor=sync.outlier_factor,
+            median_norm=head.median_norm if is_known else 0.0,
         )
 
     def acceptable(self, members: Members) -> dict[str, Contribution]:
@@ -189,6 +189,15 @@ class View:
         return newest_per_learner(
             [offer for offer in offers if is_final or self._counts_when_cold(offer)]
         )
+
+    def quorum_stamp(self) -> float:
+        """Return when enough learners had something here, by their own stamps; 0 while there are too few."""
+        first: dict[str, float] = {}
+        for offer, _ in self.offers.values():
+            at = offer.telemetry.at
+            first[offer.learner] = min(at, first.get(offer.learner, at))
+        quorum = self._run.config.quorum
+        return sorted(first.values())[quorum - 1] if len(first) >= quorum else 0.0
 
     def refusals(self, lineage: Lineage) -> list[Verdict]:
         """Return what is refused and no commit has recorded yet, ordered by name."""

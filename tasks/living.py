@@ -6,20 +6,23 @@ does training steps and adoptions; all else it does (copies, handing over, looki
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import socket
 import time
 
 import torch
 
+from islands import names
 from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
 from islands.fragments import own_period
-from islands.types import LearnerLost
+from islands.learner import LearnerState
+from islands.ledger import LearnerRecord
+from islands.types import DamagedObject, LearnerLost, Refused, StoreUnavailable
 from tasks import building, exchanging, history, records
 from tasks.exchanging import Exchange
-from tasks.receiving import Arrived, Receiver, arrived_from
+from tasks.receiving import Arrived, Receiver, newest_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run, read_shard
 from tasks.segments import Stretch
@@ -29,6 +32,7 @@ from tasks.sending import Sender, Standing, Tell
 DRAIN_SECONDS = 20.0
 # A store that is down when a learner has trained its share is waited for this long, piece by piece.
 _PATIENCE_SECONDS = 600.0
+_LOOK_SECONDS = 1.0
 
 
 class Life:
@@ -55,15 +59,14 @@ class Life:
         where = {"host": socket.gethostname(), "process": os.getpid()}
         past = history.register(run, name, new_attempt, stamp=stamp, where=where)
         heads = [
-            arrived_from(run, *records.find_head(run.store, layout.index)) for layout in run.layouts
+            newest_version(run, p, 0 if past.last is None else past.last.clocks[p].base_version)
+            for p in range(len(run.layouts))
         ]
-        saved = None
         if past.last is None:
             self._learner.begin([head.base for head in heads], incarnation=past.incarnation)
         else:
-            saved = exchanging.newest_checkpoint(run, name)
             self._learner.come_back(
-                None if saved is None else saved.state,
+                _newest_saved(run, name, past.last),
                 past.last,
                 [head.base for head in heads],
                 incarnation=past.incarnation,
@@ -72,43 +75,48 @@ class Life:
         self._share = run.own_tokens(name)
         self._peers = [head.step_seconds for head in heads]
         self._step_seconds = 0.0
+        self._num_timed = 0
         self._loss = 0.0
         self._useful = 0.0
         self._allocated = 0.0
         self._saved_at = time.monotonic()
-        exchange = Exchange(run, name, past.incarnation, past.last_digest, new_attempt, stamp=stamp)
-        self._sender = Sender(exchange, len(run.layouts), tell)
-        self._receiver = Receiver(run, name, past.incarnation, heads, tell)
-        since = "starts" if saved is None and past.last is None else "comes back"
+        since = "starts" if past.last is None else "comes back"
         text = f"{name} {since} as incarnation {past.incarnation} at step {self._learner.position.step}"
         tell({"kind": "log", "level": "info", "text": text})
+        exchange = Exchange(run, name, past.incarnation, past.last_digest, new_attempt, stamp=stamp)
+        with contextlib.ExitStack() as stack:
+            self._sender = Sender(exchange, len(run.layouts), tell)
+            stack.callback(self._sender.close)
+            self._receiver = Receiver(run, name, past.incarnation, heads, tell)
+            stack.pop_all()
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a later incarnation of this learner has registered."""
-        return records.newest_incarnation(self.run.store, self.island.name) > self.incarnation
+        """Whether a later incarnation of this learner is known to have registered."""
+        try:
+            newest = records.newest_incarnation(self.run.store, self.island.name)
+        except StoreUnavailable:  # no reason to give up a healthy learner
+            return self._receiver.reason == "superseded"
+        return newest > self.incarnation
 
     def train(self, seconds: float) -> Stretch:
         """Train for so long, or until the share is trained or somebody asks to stop; return how it went.
 
         Raises:
             Refused: the learner's numbers are broken; a new incarnation must go on from a healthy checkpoint.
+            LearnerLost: nothing can be exchanged any more.
         """
         learner, begun = self._learner, time.perf_counter()
-        first_step, now, outcome = learner.position.step, begun, "goes on"
-        while outcome == "goes on" and now < begun + seconds:
-            if self._sender.failure is not None:
-                raise self._sender.failure
-            if self._receiver.reason is not None:
-                outcome = self._receiver.reason
-            elif learner.trained >= self._share:
-                outcome = "left"
-            else:
-                now = self._one_step(now)
-        if outcome == "stopped":
+        first_step, now = learner.position.step, begun
+        self._receiver.forget_stop()
+        while (reason := self._why_end()) is None and now < begun + seconds:
+            if learner.trained >= self._share:
+                reason = self._leave()
+                break
+            now = self._one_step(now)
+        if reason == "stopped":
             self._stop()
-        elif outcome == "left":
-            outcome = self._leave()
+        outcome = reason or "goes on"
         return Stretch(
             outcome=outcome,
             incarnation=self.incarnation,
@@ -124,6 +132,19 @@ class Life:
         """End the exchange; nothing more of this incarnation is written."""
         self._receiver.close()
         self._sender.close()
+
+    def _why_end(self) -> str | None:
+        """Return why this incarnation must end, None if it need not.
+
+        Raises:
+            IslandsError: what ended its sender or its receiver.
+        """
+        failure = self._sender.failure or self._receiver.failure
+        if isinstance(failure, Refused) and failure.reason == "finished":
+            return "finished"
+        if failure is not None:
+            raise failure
+        return self._receiver.reason
 
     # --- one step ---
 
@@ -145,11 +166,11 @@ class Life:
         trained = time.perf_counter()
         self._loss = smoothed(self._loss, loss)
         self._pace(trained - begun)
-        for fragment, tokens in self._sender.take_dropped():
-            learner.count_replaced(fragment, tokens)
+        self._count_dropped()
         if due := learner.due():
             self._hand_over(due)
-        if time.monotonic() - self._saved_at >= config.pipeline.checkpoint_seconds:
+        is_old = time.monotonic() - self._saved_at >= config.pipeline.checkpoint_seconds
+        if is_old and not self._sender.is_saving:
             self._save()
         now = time.perf_counter()
         self._useful += trained - begun
@@ -169,10 +190,11 @@ class Life:
 
     def _pace(self, seconds: float) -> None:
         """Take a step's time into the running estimate; a single hiccup must not move it far."""
-        known = self._step_seconds
-        self._step_seconds = (
-            seconds if known == 0 else known + 0.05 * (min(seconds, 4 * known) - known)
-        )
+        self._num_timed += 1
+        known = self._step_seconds or seconds
+        # A mean of all steps at first, of about the last hundred later: shared cores are uneven for seconds.
+        share = max(1 / self._num_timed, 0.01)
+        self._step_seconds = known + share * (min(seconds, 4 * known) - known)
         self._receiver.poll_seconds = min(1.0, max(0.02, self._step_seconds))
 
     def _own_period(self, fragment: int) -> int:
@@ -186,6 +208,10 @@ class Life:
         learner = self._learner
         copies = [learner.copy(p, next_push_steps=self._own_period(p)) for p in fragments]
         self._sender.offer(copies, self._standing())
+
+    def _count_dropped(self) -> None:
+        for fragment, tokens in self._sender.take_dropped():
+            self._learner.count_replaced(fragment, tokens)
 
     def _standing(self) -> Standing:
         telemetry = Telemetry(
@@ -201,12 +227,13 @@ class Life:
     # --- saving and ending ---
 
     def _save(self) -> None:
-        if self._sender.save(self._learner.state("")):
-            self._saved_at = time.monotonic()
+        self._sender.save(self._learner.state(""))
+        self._saved_at = time.monotonic()
 
     def _stop(self) -> None:
         """Write what is handed over, then a checkpoint; what is not copied stays open, and lives in the checkpoint."""
         self._sender.drain(DRAIN_SECONDS / 2)
+        self._count_dropped()
         self._save()
         if not self._sender.drain(DRAIN_SECONDS / 2):
             text = "the last checkpoint was not written in time: the one before counts"
@@ -221,20 +248,71 @@ class Life:
             if learner.clock(p).open_tokens > learner.clock(p).copied_tokens
         ]
         self._hand_over(rest)
-        for _ in range(math.ceil(_PATIENCE_SECONDS / 2)):
-            if self._sender.drain(2.0):
-                break
-            if self._sender.failure is not None:
-                raise self._sender.failure
-            if self._receiver.reason is not None:
-                return self._receiver.reason
-        else:
-            raise LearnerLost(
-                f"{self.island.name} could not push its last work in {_PATIENCE_SECONDS:g} s; "
-                "see whether the store answers"
-            )
-        for fragment, tokens in self._sender.take_dropped():
-            learner.count_replaced(fragment, tokens)
-        previous = self._sender.close()
-        history.leave(self.run, learner.record(previous), stamp=self._stamp)
-        return "left"
+        ends = time.monotonic() + _PATIENCE_SECONDS
+        while not self._sender.drain(_LOOK_SECONDS):
+            if (reason := self._why_end()) is not None:
+                return reason
+            if time.monotonic() >= ends:
+                raise LearnerLost(
+                    f"{self.island.name} could not push its last work in {_PATIENCE_SECONDS:g} s; "
+                    "see whether the store answers"
+                )
+        self._count_dropped()
+        return self._say_farewell(learner.record(self._sender.close()), ends)
+
+    def _say_farewell(self, record: LearnerRecord, ends: float) -> str:
+        """Leave, unless somebody else goes on in this name; return how it ended."""
+        while True:
+            reason = self._why_end()
+            if reason is not None and reason != "stopped":  # a stop has nothing left to save
+                return reason
+            try:
+                if records.newest_incarnation(self.run.store, self.island.name) > self.incarnation:
+                    return "superseded"
+                history.leave(self.run, record, stamp=self._stamp)
+                return "left"
+            except StoreUnavailable as exc:
+                if time.monotonic() >= ends:
+                    raise
+                text = f"the farewell: {exc}; again"
+                self._tell({"kind": "log", "level": "warning", "text": text})
+                time.sleep(_LOOK_SECONDS)
+
+
+def ended(run: Run, name: str) -> Stretch | None:
+    """Return a stretch without a step if nothing is left to train: the run has finished, or the island has left.
+
+    A learner that registered then would be one more than the end knows of.
+    """
+    if run.store.read(names.FINISHED) is not None:
+        outcome = "finished"
+    elif run.store.read(names.left(name)) is not None:
+        outcome = "left"
+    else:
+        return None
+    last = history.last_link(run, name)
+    return Stretch(
+        outcome=outcome,
+        incarnation=records.newest_incarnation(run.store, name),
+        step=0 if last is None else last.position.step,
+        trained=0 if last is None else last.trained,
+        num_steps=0,
+        seconds=0.0,
+        loss=0.0,
+        idle_share=0.0,
+    )
+
+
+def _newest_saved(run: Run, name: str, last: LearnerRecord) -> LearnerState | None:
+    """Return the newest whole checkpoint up to a learner's last link.
+
+    A predecessor that does not know yet that it is superseded may write a later one: that is no part of the past.
+    """
+    for checkpoint in history.checkpoints(run, name):
+        try:
+            saved = exchanging.read_checkpoint(run, checkpoint)
+        except DamagedObject:
+            continue
+        if records.progress(saved.state.record) <= records.progress(last):
+            return saved.state
+    return None

@@ -83,7 +83,7 @@ class Synchronizer:
                 if isinstance(choice, Wait):
                     waits.append(choice.seconds)
                     break
-                if self._is_superseded():
+                if self._is_superseded(view):
                     return Polled(tuple(published), math.inf, is_superseded=True)
                 if self._merge(view, [chosen[name] for name in choice.learners], members, now):
                     published.append((view.layout.index, view.head.version))
@@ -139,17 +139,23 @@ class Synchronizer:
             members = self._roster.members()
         return members
 
-    def _is_superseded(self) -> bool:
+    def _is_superseded(self, view: View) -> bool:
         newest = records.next_number(self.run.store, "synchronizers") - 1
         if self.number is None:
-            self._enlist(newest + 1)
+            self._enlist(newest + 1, view.quorum_stamp())
             return False
         return newest > self.number
 
-    def _enlist(self, number: int) -> None:
+    def _enlist(self, number: int, called_at: float) -> None:
+        """Announce itself before its first merge; `called_at`: when its quorum was complete, by learners' clocks."""
         while True:
             # The mark makes the record ours: two synchronizers never write the same one.
-            body = {"number": number, "mark": self._new_attempt(), "at": self._stamp()}
+            body = {
+                "number": number,
+                "mark": self._new_attempt(),
+                "at": self._stamp(),
+                "called_at": called_at,
+            }
             try:
                 records.write(self.run.store, names.numbered("synchronizers", number), body)
             except VersionTaken:

@@ -6,20 +6,25 @@ several new versions only the newest is fetched.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from islands import names
 from islands.learner import Base
-from islands.types import DamagedObject, StoreUnavailable
+from islands.types import DamagedObject, IslandsError, LearnerLost, StoreUnavailable
 from islands.versions import Commit
 from tasks import records, stopping
 from tasks.runs import Run
-from tasks.sending import LONGEST_PAUSE_SECONDS, Tell
+from tasks.sending import Tell
 
 # How often it looks for a reason to stop.
 _CARE_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 0.5
+# Short: a stop must be seen soon after the store is back.
+_LONGEST_PAUSE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,16 @@ class Receiver:
         self._known = [arrived.base.version for arrived in bases]
         self._arrived: dict[int, Arrived] = {}
         self._lock = threading.Lock()
-        self._is_closed = threading.Event()
+        self._wakes = threading.Event()
+        self._is_closed = False
+        self._num_pardons = 0
+        self._num_troubles = 0
         self.poll_seconds = 0.2
         self.bytes_down = 0
-        # "stopped", "superseded" or "finished": why the learner must end, once it must.
+        # "stopped", "superseded", "finished" or "left": why the learner must end, once it must.
         self.reason: str | None = None
+        # What ended this thread, if anything did.
+        self.failure: IslandsError | None = None
         self._thread = threading.Thread(target=self._work, name="diloco-receiver", daemon=True)
         self._thread.start()
 
@@ -66,26 +76,57 @@ class Receiver:
             arrived, self._arrived = self._arrived, {}
         return arrived
 
+    def forget_stop(self) -> None:
+        """Forget that a stop was asked for, and look anew at once: it may have been taken back since."""
+        with self._lock:
+            self._num_pardons += 1
+            if self.reason == "stopped":
+                self.reason = None
+        self._wakes.set()
+
     def close(self) -> None:
         """End the thread."""
-        self._is_closed.set()
+        self._is_closed = True
+        self._wakes.set()
         self._thread.join()
 
     def _work(self) -> None:
-        pause, since_care = 0.5, _CARE_SECONDS
-        while not self._is_closed.is_set():
+        try:
+            self._watch()
+        except BaseException as exc:
+            # Our bug, or the machine's: the learner must not train on, alone and out of reach.
+            self.failure = LearnerLost(
+                f"{self._learner}: nothing is fetched any more ({exc!r}); see the traceback in its process"
+            )
+            raise
+
+    def _watch(self) -> None:
+        pause, care_at, num_pardons = _FIRST_PAUSE_SECONDS, -math.inf, 0
+        while True:
+            self._wakes.clear()
+            if self._is_closed:
+                return
+            num_pardons, before = self._num_pardons, num_pardons
+            num_troubles = self._num_troubles
             try:
-                if since_care >= _CARE_SECONDS:
-                    since_care = 0.0
-                    self.reason = self.reason or self._look_for_reason()
+                if time.monotonic() >= care_at or num_pardons != before:
+                    self._care(num_pardons)
+                    care_at = time.monotonic() + _CARE_SECONDS
                 self._fetch_all(self._look_for_versions())
-                pause, rest = 0.5, self.poll_seconds
-            except (StoreUnavailable, DamagedObject) as exc:
-                # Damage may be an object that was collected while we read: the next look finds its successor.
-                self._tell({"kind": "log", "level": "warning", "text": f"fetching: {exc}; again"})
-                rest, pause = pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
-            since_care += rest
-            self._is_closed.wait(rest)
+            except StoreUnavailable as exc:
+                self._warn(exc)
+            if self._num_troubles == num_troubles:
+                pause, rest = _FIRST_PAUSE_SECONDS, self.poll_seconds
+            else:
+                rest, pause = pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._wakes.wait(rest)
+
+    def _care(self, num_pardons: int) -> None:
+        reason = self._look_for_reason()
+        with self._lock:
+            is_stale = reason == "stopped" and num_pardons != self._num_pardons
+            if self.reason is None and not is_stale:
+                self.reason = reason
 
     def _look_for_reason(self) -> str | None:
         store = self._run.store
@@ -94,31 +135,62 @@ class Receiver:
             return "superseded"
         if store.read(names.FINISHED) is not None:
             return "finished"
+        if store.read(names.left(self._learner)) is not None:
+            return "left"
         return "stopped" if stopping.is_asked(self._run, self._learner) else None
 
     def _look_for_versions(self) -> list[tuple[Commit, str]]:
         found = []
         for fragment, known in enumerate(self._known):
-            newest = None
-            while True:
-                version = known + 1 if newest is None else newest[0].version + 1
-                later = records.read_commit(self._run.store, fragment, version)
-                if later is None:
-                    break
-                newest = later
+            try:
+                newest = self._look_beyond(fragment, known)
+            except DamagedObject as exc:
+                self._warn(exc)
+                continue
             if newest is not None:
                 found.append(newest)
         return found
 
+    def _look_beyond(self, fragment: int, known: int) -> tuple[Commit, str] | None:
+        newest, version = None, known + 1
+        while (later := records.read_commit(self._run.store, fragment, version)) is not None:
+            newest, version = later, later[0].version + 1
+        return newest
+
     def _fetch_all(self, found: Sequence[tuple[Commit, str]]) -> None:
         for commit, digest in found:
-            arrived = arrived_from(self._run, commit, digest)
+            try:
+                arrived = arrived_from(self._run, commit, digest)
+            except DamagedObject as exc:
+                # Perhaps it was collected while we read: the next look finds its successor.
+                self._warn(exc)
+                continue
             self.bytes_down += sum(
                 item.num_bytes for item in commit.payload.objects if item.name.startswith("public/")
             )
             with self._lock:
                 self._arrived[commit.fragment] = arrived
             self._known[commit.fragment] = commit.version
+
+    def _warn(self, exc: IslandsError) -> None:
+        self._num_troubles += 1
+        self._tell({"kind": "log", "level": "warning", "text": f"fetching: {exc}; again"})
+
+
+def newest_version(run: Run, fragment: int, known: int = 0) -> Arrived:
+    """Return the newest version of a fragment, probing upward from one known to exist.
+
+    Raises:
+        DamagedObject: the head is damaged.
+    """
+    while True:
+        head, digest = records.find_head(run.store, fragment, known)
+        try:
+            return arrived_from(run, head, digest)
+        except DamagedObject:
+            if records.read_commit(run.store, fragment, head.version + 1) is None:
+                raise
+            known = head.version  # collected while we read: there are newer ones
 
 
 def arrived_from(run: Run, commit: Commit, digest: str) -> Arrived:

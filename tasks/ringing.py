@@ -50,13 +50,16 @@ class Bell:
 
     Args:
         run: an open run with version 0 of every fragment.
+
+    Attributes:
+        num_merges: outer steps so far, as of the last look; -1 before the first.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._roster = Roster(run)
         self._views = [View(run, layout) for layout in run.layouts]
-        self._num_merges = -1
+        self.num_merges = -1
         self._since: float | None = None  # a quorum is complete, and no head has moved
 
     def look(self, *, now: float) -> Ring | None:
@@ -70,7 +73,7 @@ class Bell:
             return None
         return Ring(
             run_id=self._run.run_id,
-            num_merges=self._num_merges,
+            num_merges=self.num_merges,
             num_synchronizers=records.next_number(self._run.store, "synchronizers"),
             num_intervals=int((now - self._since) // RING_SECONDS),
         )
@@ -92,9 +95,9 @@ class Bell:
                 least = 2 * (state.period_seconds + state.grace_seconds)
                 doubts.append(max(least, SHORTEST_DOUBT_SECONDS))
         num_merges = sum(view.head.version for view in self._views)
-        if num_merges != self._num_merges or not doubts:
+        if num_merges != self.num_merges or not doubts:
             self._since = None
-        self._num_merges = num_merges
+        self.num_merges = num_merges
         if not doubts:
             return None
         self._since = now if self._since is None else self._since

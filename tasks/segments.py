@@ -43,7 +43,8 @@ class Segment:
 class Stretch:
     """What one stretch of training did.
 
-    `outcome`: "goes on", "left" (its share is trained and pushed), "stopped", "superseded" or "finished". `idle_share`:
+    `outcome`: "goes on", "left" (for good: its share is trained and pushed, or it was written off), "stopped",
+    "superseded" or "finished". `idle_share`:
     of its thread's seconds since the incarnation began, those in neither training steps nor adoptions.
     """
 
@@ -66,7 +67,7 @@ def train_segment(segment: Segment) -> Stretch:
     Raises:
         IslandsError: this incarnation is over; the next call begins another from the newest healthy checkpoint.
     """
-    from tasks.living import Life
+    from tasks.living import Life, ended
 
     key = (segment.store_url, segment.run_id, segment.island)
     with _turns[key]:
@@ -78,6 +79,8 @@ def train_segment(segment: Segment) -> Stretch:
                 life = None
             if life is None:
                 run = open_run(segment.store_url, segment.run_id)
+                if (stretch := ended(run, segment.island)) is not None:
+                    return stretch
                 tell = teller(segment.topic)
                 life = Life(run, segment.island, new_attempt, stamp=time.time, tell=tell)
             stretch = life.train(segment.seconds)

@@ -9,7 +9,8 @@ Why one thread writes both pushes and checkpoints: every record links to the one
     2. were a push written first, it would carry the account of step 120;
     3. the checkpoint would then link a past to its future.
 
-So a waiting checkpoint goes before any push.
+So a waiting checkpoint goes before any push. If its store does not answer (checkpoints may lie elsewhere), one push may
+pass; a state older than what was written meanwhile is given up.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from islands import names
 from islands.contributions import Telemetry
 from islands.learner import Copy, LearnerState
 from islands.ledger import LearnerRecord
-from islands.types import IslandsError, Refused, StoreUnavailable
+from islands.types import IslandsError, LearnerLost, Refused, StoreUnavailable, VersionTaken
+from tasks import records
 from tasks.exchanging import Exchange
 
-LONGEST_PAUSE_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 10.0
 Tell = Callable[[Mapping[str, Any]], None]
 
 
@@ -54,10 +58,13 @@ class Sender:
         self._changed = threading.Condition()
         self._outbox: dict[int, Copy] = {}
         self._state: LearnerState | None = None
+        self._gives_way = False  # the store refused the waiting state: one push goes first
+        self._newest: LearnerRecord | None = None  # the account of its newest link
         self._standing: Standing | None = None
         self._dropped: list[tuple[int, int]] = []
         self._sent_at = [0] * num_fragments  # in commits: whose last one is oldest goes first
         self._is_busy = False
+        self._is_saving = False
         self._is_closed = False
         self._failure: IslandsError | None = None
         self.num_commits = 0
@@ -78,14 +85,17 @@ class Sender:
                 self._outbox[copy.fragment] = copy
             self._changed.notify_all()
 
-    def save(self, state: LearnerState) -> bool:
-        """Hand over a checkpoint's state; False if the one before is not written yet."""
+    def save(self, state: LearnerState) -> None:
+        """Hand over a checkpoint's state; it takes the place of one that still waits."""
         with self._changed:
-            if self._state is not None:
-                return False
             self._state = state
+            self._is_saving = True
             self._changed.notify_all()
-        return True
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint waits or is being written: another copy of the state would be in vain."""
+        return self._is_saving
 
     def take_dropped(self) -> list[tuple[int, int]]:
         """Return (fragment, tokens) of copies of earlier intervals that were dropped unsent, since the last call."""
@@ -103,7 +113,8 @@ class Sender:
     def drain(self, seconds: float) -> bool:
         """Wait until everything handed over is written; False if it took longer or the thread has failed."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_idle() or self._failure, seconds) is True
+            self._changed.wait_for(lambda: self._failure is not None or self._is_idle(), seconds)
+            return self._failure is None and self._is_idle()
 
     def close(self) -> str:
         """End the thread after what it is writing, and return the digest of its newest record."""
@@ -124,6 +135,19 @@ class Sender:
             self._dropped.append((unsent.fragment, unsent.num_tokens))
 
     def _work(self) -> None:
+        try:
+            self._write_all()
+        except BaseException as exc:
+            # Our bug, or the machine's: the learner must not train on with nobody to carry its work.
+            with self._changed:
+                self._failure = LearnerLost(
+                    f"{self._exchange.learner}: what it trains is not sent any more ({exc!r}); "
+                    "see the traceback in its process"
+                )
+                self._changed.notify_all()
+            raise
+
+    def _write_all(self) -> None:
         pause = 0.5
         while (task := self._next()) is not None:
             try:
@@ -132,13 +156,14 @@ class Sender:
             except StoreUnavailable as exc:
                 self._tell({"kind": "log", "level": "warning", "text": f"the store: {exc}; again"})
                 self._rest(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             except IslandsError as exc:
                 with self._changed:
                     self._failure = exc
             finally:
                 with self._changed:
                     self._is_busy = False
+                    self._is_saving = self._state is not None
                     self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
@@ -149,37 +174,42 @@ class Sender:
             if self._is_closed or self._failure is not None:
                 return None
             self._is_busy = True
-            if self._state is not None:
-                return self._save
+            if self._state is not None and not (self._gives_way and self._outbox):
+                state, self._state = self._state, None
+                return partial(self._save, state)
             fragment = min(self._outbox, key=lambda p: (self._sent_at[p], p))
             copy, standing = self._outbox.pop(fragment), self._standing
         assert standing is not None
-        return lambda: self._push(copy, standing)
+        return partial(self._push, copy, standing)
 
     def _rest(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
 
-    def _save(self) -> None:
-        state = self._state
-        assert state is not None
+    def _save(self, state: LearnerState) -> None:
+        self._gives_way = False
+        record, newest = state.record, self._newest
+        if newest is not None and records.progress(record) < records.progress(newest):
+            text = f"the checkpoint of {record.position} waited too long: newer work was sent meanwhile"
+            self._tell({"kind": "log", "level": "warning", "text": text})
+            return
         try:
-            if self._exchange.can_save(state.record) and not self._exchange.is_saved(state.record):
-                name = self._exchange.save(state)
-                self._tell({"kind": "saved", "name": name})
-        finally:
+            if not self._exchange.can_save(record) or self._exchange.is_saved(record):
+                return
+            name = self._write_checkpoint(state)
+        except StoreUnavailable:
             with self._changed:
-                self._state = None
+                self._gives_way = True
+                self._state = self._state or state
+            raise
+        self._newest = record
+        self._tell({"kind": "saved", "name": name})
 
     def _push(self, copy: Copy, standing: Standing) -> None:
+        self._gives_way = False
         telemetry = replace(standing.telemetry, bytes_up=self.bytes_up)
         try:
-            offer = self._exchange.push(
-                copy,
-                standing.account,
-                step_seconds=standing.step_seconds,
-                telemetry=telemetry,
-            )
+            num_bytes = self._write_push(copy, replace(standing, telemetry=telemetry))
         except Refused as exc:
             if exc.reason in ("non-finite", "finished"):
                 raise  # this incarnation is over
@@ -193,9 +223,10 @@ class Sender:
                 else:
                     self._drop(copy, newer)
             raise
+        self._newest = standing.account
         self.num_commits += 1
         self._sent_at[copy.fragment] = self.num_commits
-        self.bytes_up += offer.payload.num_bytes
+        self.bytes_up += num_bytes
         self._tell(
             {
                 "kind": "pushed",
@@ -206,3 +237,36 @@ class Sender:
                 "loss": telemetry.loss,
             }
         )
+
+    def _write_checkpoint(self, state: LearnerState) -> str:
+        name = names.checkpoint(self._exchange.learner, state.record.position)
+        try:
+            return self._exchange.save(state)
+        except VersionTaken:
+            self._link_on(name)
+            return name
+
+    def _write_push(self, copy: Copy, standing: Standing) -> int:
+        """Push a copy and return the bytes of its payload, 0 if it was there already."""
+        learner = self._exchange.learner
+        key = names.ContributionKey(copy.fragment, learner, copy.base_version, copy.stop)
+        try:
+            offer = self._exchange.push(
+                copy,
+                standing.account,
+                step_seconds=standing.step_seconds,
+                telemetry=standing.telemetry,
+            )
+        except VersionTaken:
+            self._link_on(names.contribution(key))
+            return 0
+        return offer.payload.num_bytes
+
+    def _link_on(self, name: str) -> None:
+        """Go on from a record that was written though the store did not say so.
+
+        Its name holds this incarnation, so nobody else can have written it: the first attempt's answer was lost.
+        """
+        found = records.read(self._exchange.run.store, name)
+        if found is not None:  # else it is consumed and collected already
+            self._exchange.previous = found[1]

@@ -45,12 +45,16 @@ def is_asked(run: Run, island: str | None = None) -> bool:
 
 
 def let_go_on(run: Run, new_attempt: NewAttempt, island: str | None = None) -> None:
-    """Take back requests to stop: those that concern one island alone, or, with None, every one."""
-    entry = _newest(run, island)
-    is_own = entry is not None and entry[1] and entry[0] == island
+    """Take back requests to stop: those that concern one island alone, or, with None, every one.
+
+    While the whole run is asked to stop, an island's own request stays: taking it back would let the island go on.
+    """
     if island is None:
-        is_own |= any(is_asked(run, other.name) for other in run.config.islands)
-    if is_own:
+        whom = [None, *(other.name for other in run.config.islands)]
+        is_lifted = any(is_asked(run, other) for other in whom)
+    else:
+        is_lifted = is_asked(run, island) and not is_asked(run)
+    if is_lifted:
         ask(run, is_stop=False, reason="goes on", mark=new_attempt(), island=island)
 
 

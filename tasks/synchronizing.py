@@ -63,15 +63,16 @@ def synchronize(
                 if stopping.is_asked(run):
                     return "stopped"
             polled = synchronizer.poll(now=now)
+            merged = _merged(run, polled)
             pause = 0.5
         except StoreUnavailable as exc:
             say(f"the store: {exc}; again in {pause:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             continue
-        if polled.published:
+        if merged:
             last_work = now
-            on_merges(_merged(run, polled))
+            on_merges(merged)
         if polled.is_superseded or polled.is_settled:
             return "superseded" if polled.is_superseded else "settled"
         period = synchronizer.period_seconds()
@@ -92,12 +93,18 @@ def _merged(run: Run, polled: Polled) -> list[Merged]:
 
 
 def is_needed(bell: Bell, *, now: Callable[[], float], sleep: Callable[[float], None]) -> bool:
-    """Say whether a quorum waits that nobody else merges; a living synchronizer is given its time to."""
-    while bell.look(now=now()) is None:
-        if not bell.is_waiting(now=now()):
-            return False
+    """Say whether a quorum waits that nobody else merges; a living synchronizer is given its time to.
+
+    Heads that move meanwhile tell of one: in a busy run there may always be some quorum that waits.
+    """
+    if bell.look(now=now()) is not None:
+        return True
+    num_merges = bell.num_merges
+    while bell.is_waiting(now=now()) and bell.num_merges == num_merges:
         sleep(_SHORTEST_POLL_SECONDS)
-    return True
+        if bell.look(now=now()) is not None:
+            return True
+    return False
 
 
 class Drain:

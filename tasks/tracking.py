@@ -28,7 +28,7 @@ from islands.config import to_toml
 from islands.metrics import RUN, SYNCHRONIZER, Evaluation, Point, Sample
 from islands.parsing import parse
 from islands.types import DamagedObject, IslandsError
-from islands.versions import Commit, Snapshot, layouts_to_json, snapshot_from_json
+from islands.versions import Commit, layouts_to_json
 from tasks import records
 from tasks.collecting import SUITE
 from tasks.runs import Run
@@ -44,8 +44,7 @@ FINAL_SECONDS = 30.0
 COMMITS_PER_ROUND = 200
 CURSOR = "diloco.cursor"
 SCORED = "diloco.cursor.evaluations"
-# Moments marked in one lane of the timeline.
-MOST_MARKS = 400
+MOST_MARKS = 400  # in one lane of the timeline
 _MERGED = "merged tokens"
 LOSS = Labels("Loss", _MERGED, "bits per byte", "islands: running mean of their training loss")
 STALENESS = Labels(
@@ -96,9 +95,8 @@ def follow(
             if failures:
                 say("MLflow answers again and has what it missed")
             failures = 0
-        until = time.monotonic() + min(
-            PASS_SECONDS * 2 ** min(failures, 8), LONGEST_BACKOFF_SECONDS
-        )
+        pause = min(PASS_SECONDS * 2 ** min(failures, 8), LONGEST_BACKOFF_SECONDS)
+        until = time.monotonic() + pause
         while not is_over() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
     try:  # the rest, within a bounded time
@@ -375,22 +373,20 @@ class Figures:
 
 
 def evaluations(run: Run, known: Collection[int]) -> Iterator[Evaluation]:
-    """Yield the scores that are not known yet, as far as their snapshots are kept."""
+    """Yield the scores that are not known yet; a score says what it is of, its snapshot may be gone."""
     for number in sorted(set(records.numbers_in(run.store, f"evaluations/{SUITE}")) - set(known)):
-        name, of = f"evaluations/{SUITE}/{number}.json", names.snapshot(number)
         try:
-            score, snapshot = records.read(run.store, name), records.read(run.store, of)
-            if score is None or snapshot is None:
-                continue
-            about: Snapshot = records.parsed(of, snapshot_from_json, snapshot[0])
+            body, _ = records.require(run.store, names.evaluation(SUITE, number))
             made = [
-                records.require_commit(run.store, p, v)[0] for p, v in enumerate(about.versions)
+                records.require_commit(run.store, p, parse(int, version))[0]
+                for p, version in enumerate(body["versions"])
             ]
-            bits, bigram = (parse(float, score[0][key]) for key in ("bits_per_byte", "bigram"))
-        except (DamagedObject, KeyError, ValueError):
+            merged_tokens = parse(int, body["merged_tokens"])
+            bits, bigram = (parse(float, body[key]) for key in ("bits_per_byte", "bigram"))
+        except (DamagedObject, KeyError, TypeError, ValueError):
             continue  # `verify` is who says so
         at = max(commit.at for commit in made)
-        yield Evaluation(number, about.merged_tokens, bits, bigram, at)
+        yield Evaluation(number, merged_tokens, bits, bigram, at)
 
 
 def _stamp_of(store: Store, name: str) -> float | None:

@@ -225,6 +225,15 @@ FIELD_RULES = [
     ("local.faults", '[{island = "west", step = 0}]', "greater than or equal to 1", "0", "choose"),
     ("local.faults", '[{island = "west"}]', "step is required", "nothing", "add it"),
     ("local.faults", "[3]", "must be an object", "3", "write a table"),
+    ("pipeline.segment_seconds", "0", "must be greater than 0", "0", "default 60.0"),
+    ("pipeline.segment_seconds", "86401", "or equal to 86400", "86401", "default 60.0"),
+    ("pipeline.checkpoint_seconds", "0", "must be greater than 0", "0", "default 20.0"),
+    ("pipeline.checkpoint_seconds", "86401", "or equal to 86400", "86401", "default 20.0"),
+    ("pipeline.max_restarts", "-1", "must be greater than or equal to 0", "-1", "default 5"),
+    ("pipeline.max_restarts", "10001", "less than or equal to 10000", "10001", "default 5"),
+    ("pipeline.max_restarts", "1.5", "must be a valid integer", "1.5", "whole number"),
+    ("pipeline.linger_periods", "-1", "must be greater than or equal to 0", "-1", "default 10.0"),
+    ("pipeline.linger_periods", "nan", "must be a finite number", "NaN", "finite number"),
     ("islands", "[]", "must have at least 1 item", "[]", "choose another value"),
     ("islands", "3", "must be a valid array", "3", "write a list"),
     ("islands", "[{}]", "islands.0.name is required", "nothing", "add it"),
@@ -235,6 +244,38 @@ FIELD_RULES = [
     ("islands", '[{name = "a", speed = 101}]', "less than or equal to 100", "101", "default 1.0"),
     ("islands", '[{name = "a", push_delay_steps = -1}]', "or equal to 0", "-1", "default 0.0"),
     ("islands", '[{name = "a", batch_size = 0}]', "or equal to 1", "0", "default 8"),
+    ("islands", '[{name = "a", checkpoints = ""}]', "at least 1 character", '""', "choose"),
+    (
+        "islands",
+        '[{name = "a", cluster = {kind = "k8s"}}]',
+        "'local' or 'address'",
+        '"k8s"',
+        "choose",
+    ),
+    ("islands", '[{name = "a", cluster = {threads = 0}}]', "or equal to 1", "0", "default 1"),
+    (
+        "islands",
+        '[{name = "a", cluster = {threads = 1025}}]',
+        "or equal to 1024",
+        "1025",
+        "default 1",
+    ),
+    ("islands", '[{name = "a", cluster = {ca_file = ""}}]', "at least 1 character", '""', "choose"),
+    (
+        "islands",
+        '[{name = "a", cluster = {address = "ftp://h:1"}}]',
+        "match",
+        '"ftp://h:1"',
+        "tcp://",
+    ),
+    ("islands", '[{name = "a", cluster = {address = "tcp://h"}}]', "match", '"tcp://h"', "tcp://"),
+    (
+        "islands",
+        '[{name = "a", cluster = {address = "tcp://u@h:1"}}]',
+        "match",
+        '"tcp://u@h:1"',
+        "tcp://",
+    ),
 ]
 
 
@@ -255,6 +296,13 @@ def test_a_broken_bound_is_told_with_rule_value_and_remedy(
 # --- rules between fields ----------------------------------------------------------------------
 
 STREAMING = {"sync.algorithm": '"streaming"'}
+
+
+def on_cluster(settings: str) -> dict[str, str]:
+    """Return one island with these settings of its cluster."""
+    return {"islands": f'[{{name = "a", cluster = {{{settings}}}}}]'}
+
+
 CROSS_FIELD_RULES = [
     (
         {"sync.min_learners": "5"},
@@ -300,6 +348,30 @@ CROSS_FIELD_RULES = [
         "sync.min_learners must be the number of islands (4) under streaming, got 3; "
         "remove it or choose decoupled",
     ),
+    (
+        on_cluster('kind = "address"'),
+        'islands.a.cluster.address is required with kind "address", got nothing; name the scheduler',
+    ),
+    (
+        on_cluster('address = "tcp://h:1"'),
+        'islands.a.cluster.address must be absent with kind "local", got "tcp://h:1"; '
+        'remove it or set kind = "address"',
+    ),
+    (
+        on_cluster('kind = "address", address = "tcp://h:1", key_file = "k"'),
+        "islands.a.cluster.address must begin with tls:// where certificates are named, "
+        'got "tcp://h:1"; correct the address or remove the files',
+    ),
+    (
+        on_cluster('ca_file = "ca"'),
+        "islands.a.cluster.address must begin with tls:// where certificates are named, "
+        "got null; correct the address or remove the files",
+    ),
+    (
+        on_cluster('kind = "address", address = "tls://h:1", ca_file = "ca"'),
+        "islands.a.cluster.ca_file and cert_file are required with a tls:// scheduler, "
+        'got "ca" and null; name both',
+    ),
 ]
 
 
@@ -317,6 +389,28 @@ def test_a_broken_rule_between_fields_is_told_with_rule_value_and_remedy(
 def test_streaming_at_its_limits_is_accepted(door: Door) -> None:
     config = door({**STREAMING, "sync.overlap_steps": "5", "sync.min_learners": "4"})
     assert config.sync.overlap_steps == 5
+
+
+@every_door
+def test_a_cluster_of_any_allowed_kind_is_accepted(door: Door) -> None:
+    kinds = (
+        'kind = "local", threads = 4',
+        'kind = "address", address = "tcp://10.0.0.7:8786"',
+        'kind = "address", address = "tls://dask.example:8786", ca_file = "ca", cert_file = "c"',
+    )
+    clusters = [door(on_cluster(kind)).islands[0].cluster for kind in kinds]
+    assert [cluster.kind for cluster in clusters] == ["local", "address", "address"]
+    assert clusters[0].threads == 4
+    assert clusters[2].address == "tls://dask.example:8786"
+    assert clusters[2].key_file is None
+
+
+@every_door
+def test_the_pipeline_at_its_limits_is_accepted(door: Door) -> None:
+    values = {"pipeline.max_restarts": "0", "pipeline.linger_periods": "0"}
+    pipeline = door({**values, "pipeline.segment_seconds": "86400"}).pipeline
+    assert (pipeline.max_restarts, pipeline.linger_periods) == (0, 0)
+    assert pipeline.segment_seconds == 86_400
 
 
 @every_door
@@ -493,6 +587,8 @@ def test_the_schema_holds_bounds_choices_defaults_and_descriptions() -> None:
     assert sections["DataConfig"]["properties"]["held_out_fraction"]["exclusiveMaximum"] == 0.5
     assert sections["OuterConfig"]["properties"]["merge"]["enum"] == ["rda", "mean"]
     assert "pattern" in sections["IslandConfig"]["properties"]["name"]
+    assert sections["ClusterConfig"]["properties"]["kind"]["enum"] == ["local", "address"]
+    assert sections["PipelineConfig"]["properties"]["max_restarts"]["minimum"] == 0
     for section in (schema, *sections.values()):
         assert section["additionalProperties"] is False
         assert section["description"]
@@ -527,6 +623,8 @@ def test_the_identity_holds_exactly_the_identity_keys_in_json() -> None:
         ("total_tokens=9", []),
         ("sync.period_steps=48", []),
         ("outer.learning_rate=1", []),
+        ("pipeline.segment_seconds=5", []),
+        ("islands.west.cluster.threads=2", []),
     ],
 )
 def test_a_change_of_identity_is_named_and_an_operational_one_is_not(

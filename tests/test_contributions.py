@@ -71,7 +71,8 @@ LINEAGE = Lineage(
     codec="bfloat16",
     num_tensors=2,
     max_staleness=2,
-    norm_limit=50.0,
+    outlier_factor=5.0,
+    median_norm=10.0,
 )
 
 
@@ -119,7 +120,7 @@ REFUSED: dict[str, list[tuple[Contribution, Lineage]]] = {
             for value in (math.nan, math.inf, -math.inf)
         ),
         # Each square is finite, their sum is not.
-        (replace(OFFER, norms=(1.7e308, 1.7e308)), replace(LINEAGE, norm_limit=math.inf)),
+        (replace(OFFER, norms=(1.7e308, 1.7e308)), replace(LINEAGE, median_norm=0.0)),
         (replace(OFFER, step_seconds=math.nan), LINEAGE),
     ],
     "fenced": [(OFFER, replace(LINEAGE, incarnations={"east": 2}))],
@@ -156,9 +157,18 @@ def test_at_the_limits_a_contribution_may_still_be_merged() -> None:
 
 
 def test_without_a_known_norm_only_what_would_overflow_is_outsized() -> None:
-    lineage = replace(LINEAGE, norm_limit=math.inf)
+    lineage = replace(LINEAGE, median_norm=0.0)
     assert judge(replace(OFFER, norms=(1e17, 1e17)), lineage) is None
     assert judge(replace(OFFER, norms=(1e154, 1e154)), lineage) == "outsized"
+
+
+def test_a_learner_that_lags_is_measured_by_its_own_last_delta_too() -> None:
+    """The others' rates have died down and the median with them; its own is as high as it was."""
+    lineage = replace(LINEAGE, median_norm=0.5)
+    assert judge(OFFER, lineage) == "outsized"  # 5 long, 5 * 0.5 allowed
+    tally = replace(LINEAGE.tallies["east"], norm=1.0)
+    assert judge(OFFER, replace(lineage, tallies={"east": tally})) is None
+    assert judge(OFFER, replace(lineage, tallies={"west": tally})) == "outsized"
 
 
 def test_a_mark_beyond_what_the_learner_says_it_offered_is_no_count() -> None:
@@ -179,7 +189,7 @@ def test_a_listed_contribution_of_a_predecessor_is_not_fenced() -> None:
 
 def test_the_first_broken_rule_of_the_documented_order_is_named() -> None:
     breaks: list[tuple[str, Callable[[Contribution, Lineage], tuple[Contribution, Lineage]]]] = [
-        ("outsized", lambda o, g: (o, replace(g, norm_limit=1.0))),
+        ("outsized", lambda o, g: (o, replace(g, median_norm=0.2))),
         ("overlap", lambda o, g: (replace(o, offered_before=0), g)),
         ("lineage", lambda o, g: (replace(o, base_digest="no"), g)),
         ("stale", lambda o, g: (replace(o, base_version=0), g)),
