@@ -21,12 +21,14 @@ from rich.table import Table
 from flows import screen
 from islands.config import RunConfig
 from islands.sections import InnerConfig, IslandConfig, LocalConfig, SyncConfig
+from tasks import answering
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 # The joined batch is the same for any number of islands: 16 sequences of 64 bytes, 1,024 tokens.
 JOINED_BATCH = 16
 PHASES = (0.0, 6.0, 12.0, 18.0)
 SPEEDS = (1.0, 1.0, 0.85, 0.7)
+_NUM_ROUNDS = 41
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ def run_benchmark(name: str, target: Path | None, *, seeds: int, tokens: int) ->
         figures, is_met = _quality(seeds, tokens)
     elif name == "merge":
         figures, is_met = _merge()
+    elif name == "latency":
+        figures, is_met = _latency()
     else:
         figures, is_met = _start()
     if target is not None:
@@ -220,6 +224,20 @@ def _merge() -> tuple[dict[str, Any], bool]:
     screen.OUT.print(table)
     is_met = peaks["8"] <= 1.5 and abs(peaks["64"] / peaks["4"] - 1) <= 0.05
     return figures, is_met
+
+
+def _latency() -> tuple[dict[str, Any], bool]:
+    """Measure a synchronizer at work: from the commit that makes a merge of 1 MiB due to the readable new version."""
+    with tempfile.TemporaryDirectory(prefix="diloco-latency-") as folder:
+        waits = answering.measure(folder, _NUM_ROUNDS)
+    figures = {
+        "warm_ms_median": 1000 * statistics.median(waits),
+        "warm_ms_largest": 1000 * max(waits),
+        "num_merges": len(waits),
+    }
+    for key, value in figures.items():
+        screen.OUT.print(f"{key}: {value:.1f}")
+    return figures, figures["warm_ms_median"] <= 500.0
 
 
 def _start() -> tuple[dict[str, Any], bool]:

@@ -273,8 +273,10 @@ def track(
 @app.command
 def bench(
     name: Annotated[
-        Literal["quality", "merge", "start"],
-        Parameter(help="Loss against data-parallel training, a merge's memory, start-up times."),
+        Literal["quality", "merge", "latency", "start"],
+        Parameter(
+            help="Loss against data-parallel training; a merge's memory; its latency; start-up times."
+        ),
     ],
     /,
     *,

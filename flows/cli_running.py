@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flows.local import Outcome, Watch
     from tasks.runs import Run
 
-EVALUATE_SECONDS = 300.0
+EVALUATE_SECONDS = 60.0
 _STOP_SECONDS = 45.0
 
 
@@ -105,9 +105,9 @@ def train(
         if driver == "local":
             _refuse_to_detach(detach)
             return _train_here(settled, run, is_stopped, json=json)
-        from tasks import creating
+        from tasks import creating  # nothing of Prefect before `connect` has said where it is
         from tasks.runs import next_run_id
-        from tasks.starting import require_shareable
+        from tasks.sharing import require_shareable
 
         require_shareable(settled)
         settled = settled.model_copy(update={"store": shared_store(settled.store)})
@@ -131,13 +131,16 @@ def resume(
     """Continue an interrupted run; operational settings may change, its identity may not."""
     with following.stopping() as is_stopped:
         from tasks.runs import change_config, require_unfinished
+        from tasks.sharing import require_shareable, was_local
 
         opened = require_unfinished(open_named(run, shared_store(store_url(store))))
-        was_local = bool(opened.store.list_names("driver/"))
-        opened = change_config(opened, set_, settings.environment())
-        if driver == "local" or (driver is None and was_local):
+        if driver == "local" or (driver is None and was_local(opened)):
             _refuse_to_detach(detach)
+            opened = change_config(opened, set_, settings.environment())
             return _resume_here(opened, is_stopped, json=json)
+        require_shareable(opened.config)
+        connect()  # before anything is changed
+        opened = change_config(opened, set_, settings.environment())
         config = opened.config.model_copy(update={"store": opened.store_url})
         return _train_there(config, run, is_stopped, resume=True, detach=detach, json=json)
 

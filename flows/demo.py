@@ -16,9 +16,6 @@ from islands.types import IslandsError
 from tasks.reporting import Status, status
 from tasks.runs import Run, next_run_id, open_run
 
-# The demo is short: its snapshots are scored more often than those of a real run.
-_EVALUATE_SECONDS = 30.0
-
 
 def run_demo(
     assignments: tuple[str, ...],
@@ -53,7 +50,7 @@ def _services(store: str) -> Iterator[Services]:
         yield found
         return
     screen.say("starting Prefect, MLflow and the deployments (some 20 seconds)")
-    serve = cli_running.serve_command(store, _EVALUATE_SECONDS)
+    serve = cli_running.serve_command(store, cli_running.EVALUATE_SECONDS)
     started = services.running(
         settings.home(), serve=serve, is_served=cli_running.is_served, say=screen.say
     )

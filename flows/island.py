@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
 
 from prefect import flow
@@ -14,6 +15,8 @@ from tasks.records import new_attempt
 from tasks.runs import open_run
 from tasks.segments import Segment, Stretch
 from tasks.watching import Doorman, watch_segment
+
+_LONGEST_PAUSE_SECONDS = 30.0
 
 
 @flow(name="island", flow_run_name="{island} of {run}")
@@ -45,6 +48,8 @@ def island(store: str, run: str, island: str) -> State[str]:
             num_deaths += 1
             if num_deaths > pipeline.max_restarts:
                 state.result()  # raises what happened last
+            # A first death costs no more than its replacement; what fails again and again needs time to mend.
+            time.sleep(min(2.0 ** (num_deaths - 1) - 1.0, _LONGEST_PAUSE_SECONDS))
     raise AssertionError("a segment either goes on or ends the flow")
 
 

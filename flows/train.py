@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Failed
 
 from islands.config import RunConfig
-from tasks import starting, stopping, supervising
+from tasks import starting, supervising
 from tasks.closing import close_run
 from tasks.supervising import Supervisor
 
@@ -60,8 +60,8 @@ def train(
 def _supervise(supervisor: Supervisor) -> str:
     """Tick until all islands have left, then close the run; return how MLflow calls that ending."""
     run = supervisor.run
-    while not supervisor.have_all_left():
-        if stopping.is_asked(run):
+    while (outlook := supervisor.outlook()) != "left":
+        if outlook == "stopped":
             supervising.wait_until_away(supervisor, _STOP_SECONDS)
             return "KILLED"
         supervisor.tick()

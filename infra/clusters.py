@@ -6,6 +6,7 @@ A worker's death is told as `LearnerLost`, at once and once: Dask itself repeats
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import queue
@@ -18,9 +19,11 @@ from typing import Any, Generic, TypeVar
 import dask
 from distributed import Client, Future, LocalCluster, get_worker, wait
 from distributed.client import FutureCancelledError
+from distributed.comm.core import connect
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.scheduler import KilledWorker
 from distributed.security import Security
+from distributed.utils import LoopRunner
 from distributed.worker import Worker
 
 from islands.types import ClusterUnavailable, LearnerLost
@@ -28,7 +31,7 @@ from islands.types import ClusterUnavailable, LearnerLost
 Result = TypeVar("Result")
 Message = Mapping[str, Any]
 
-_CONNECT_SECONDS = 15
+_CONNECT_SECONDS = 10
 _START_SECONDS = 120
 _NICENESS = 10
 # One attempt at everything, no spilling, no statistical profiler; a long step that holds the GIL is no death.
@@ -54,7 +57,8 @@ _SETTINGS = MappingProxyType(
 class ClusterSpec:
     """Where to run: a scheduler's address with its TLS files, or, without an address, a cluster of our own.
 
-    `name`: of the island, for people. `threads`: that a learner computes on.
+    `name`: of the island, for people. `threads`: that a learner computes on. A scheduler at an address has settings of
+    its own: with `distributed.scheduler.allowed-failures` above 0 it repeats a call whose worker died, in silence.
     """
 
     name: str
@@ -143,16 +147,35 @@ def open_cluster(spec: ClusterSpec, topic: str) -> Iterator[Cluster]:
                 client.register_plugin(_Shielded())
             else:
                 security = _security(spec)
+                _greet(spec.address, security)
                 client = stack.enter_context(
                     Client(spec.address, security=security, timeout=_CONNECT_SECONDS)
                 )
-        except (OSError, TimeoutError, RuntimeError, ValueError) as exc:
+        except (OSError, TimeoutError, RuntimeError, ValueError, TypeError) as exc:
             where = spec.address or "a cluster of its own"
             raise ClusterUnavailable(
                 f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {where}: {exc}; "
                 "check that the scheduler runs there and the certificates fit"
             ) from exc
         yield Cluster(client, topic)
+
+
+def _greet(address: str, security: Security | None) -> None:
+    """Exchange greetings with a scheduler. `Client` would wait for ever on one that accepts and then says nothing."""
+
+    async def exchange() -> None:
+        arguments = (security or Security()).get_connection_args("client")
+        comm = await asyncio.wait_for(
+            connect(address, timeout=_CONNECT_SECONDS, **arguments), _CONNECT_SECONDS
+        )
+        comm.abort()
+
+    runner = LoopRunner(asynchronous=False)
+    runner.start()
+    try:
+        runner.run_sync(exchange)
+    finally:
+        runner.stop()
 
 
 def teller(topic: str) -> Callable[[Message], None]:

@@ -15,6 +15,7 @@ from uuid import UUID
 import httpx
 from prefect import serve
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentScheduleUpdate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
@@ -29,18 +30,19 @@ from prefect.client.schemas.objects import StateType
 from prefect.deployments import run_deployment
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events import DeploymentEventTrigger
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException, PrefectHTTPStatusError
 from prefect.flows import Flow, load_flow_from_entrypoint
 from prefect.types.entrypoint import EntrypointType
 
 from infra import events
-from islands.types import ServiceUnavailable
+from islands.types import ConfigError, ServiceUnavailable
 
 NAME = "diloco"
 FLOWS = ("train", "island", "synchronize", "evaluate")
 # A serve process starts five flow runs at most unless told otherwise: no room for a synchronizer beside four islands.
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+_REFUSED = (409, 422)
 _VENDOR_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
 
@@ -73,7 +75,29 @@ def _deployment(
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     assert isinstance(made, RunnerDeployment)
+    kept = _schedules_of(flow)
+    if kept is not None:
+        made.schedules = kept
     return made
+
+
+def _schedules_of(flow: str) -> list[DeploymentScheduleCreate | DeploymentScheduleUpdate] | None:
+    """Return the schedules of a deployment as a person may have left them; None where there is no deployment yet."""
+    with _client() as client:
+        try:
+            found = client.read_deployment_by_name(f"{flow}/{NAME}")
+        except ObjectNotFound:
+            return None
+    return [
+        DeploymentScheduleCreate(
+            schedule=one.schedule,
+            active=one.active,
+            max_scheduled_runs=one.max_scheduled_runs,
+            parameters=one.parameters,
+            slug=one.slug,
+        )
+        for one in found.schedules
+    ]
 
 
 def _quorum_trigger() -> DeploymentEventTrigger:
@@ -103,7 +127,8 @@ def start(
     `is_child`: show it as part of the flow run that calls.
 
     Raises:
-        ServiceUnavailable: Prefect did not answer, refused the parameters, or has no such deployment.
+        ConfigError: the parameters break the deployment's schema.
+        ServiceUnavailable: Prefect did not answer, or has no such deployment.
     """
     try:
         run = run_deployment(
@@ -115,6 +140,16 @@ def start(
             flow_run_name=name,
             as_subflow=is_child,
         )
+    except PrefectHTTPStatusError as exc:
+        if exc.response.status_code not in _REFUSED:
+            raise _unanswered(exc) from exc
+        raise ConfigError(
+            f"the parameters of {flow}/{NAME} must fit its form, got: {_refusal(exc)}; correct them"
+        ) from exc
+    except ObjectNotFound as exc:
+        raise ServiceUnavailable(
+            f"Prefect must know the deployment {flow}/{NAME}, and does not; start `diloco up`"
+        ) from exc
     except _VENDOR_ERRORS as exc:
         raise ServiceUnavailable(
             f"Prefect must start a run of {flow}/{NAME}, got: {_first_line(exc)}; "
@@ -210,3 +245,12 @@ def _unanswered(exc: Exception) -> ServiceUnavailable:
 
 def _first_line(exc: Exception) -> str:
     return (str(exc) or type(exc).__name__).partition("\n")[0]
+
+
+def _refusal(exc: PrefectHTTPStatusError) -> str:
+    """Return what a refusal of Prefect's says, without its address and web links."""
+    try:
+        detail = exc.response.json().get("detail")
+    except ValueError:
+        detail = None
+    return str(detail or _first_line(exc)).removeprefix("Error creating flow run: ")

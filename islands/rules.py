@@ -64,13 +64,13 @@ def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
     is_tls = (cluster.address or "").startswith("tls://")
     if any(files) and not is_tls:
         yield (
-            f"{path}.address must begin with tls:// where certificates are named, got {shown(cluster.address)}; "
+            f"{path}.address must begin with tls:// where certificates are named, got {_shown(cluster.address)}; "
             "correct the address or remove the files"
         )
     if is_tls and not (cluster.ca_file and cluster.cert_file):
         yield (
-            f"{path}.ca_file and cert_file are required with a tls:// scheduler, got {shown(cluster.ca_file)} and "
-            f"{shown(cluster.cert_file)}; name both"
+            f"{path}.ca_file and cert_file are required with a tls:// scheduler, got {_shown(cluster.ca_file)} and "
+            f"{_shown(cluster.cert_file)}; name both"
         )
 
 
@@ -97,3 +97,7 @@ def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[s
             f"sync.min_learners must be the number of islands ({num_islands}) under streaming, "
             f"got {sync.min_learners}; remove it or choose decoupled"
         )
+
+
+def _shown(value: str | None) -> str:
+    return "nothing" if value is None else shown(value)

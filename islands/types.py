@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from islands.parsing import parse
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Lower case only: two ids that differ by case alone are one folder on some disks. Both ends alphanumeric keeps out
 # hidden files and options.
 PLAIN_NAME_PATTERN = r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?"
@@ -77,6 +77,9 @@ class DamagedObject(IslandsError):
         self.name = name
         self.problem = problem
 
+    def __reduce__(self) -> tuple[type[DamagedObject], tuple[str, str]]:
+        return type(self), (self.name, self.problem)
+
 
 class Refused(IslandsError):
     """A contribution breaks the rule named by `reason`."""
@@ -85,6 +88,9 @@ class Refused(IslandsError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, str]]:
+        return type(self), (self.reason, self.detail)
 
 
 def is_plain_name(name: str) -> bool:

@@ -1,14 +1,18 @@
-"""The end of a run: its last score, then `finished.json`."""
+"""The end of a run: its last score, then `finished.json`. Torch is loaded only then."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from tasks import collecting, evaluating
-from tasks.evaluating import Score
+from tasks import collecting
 from tasks.merging import Synchronizer
 from tasks.runs import Run
+
+if TYPE_CHECKING:
+    from tasks.evaluating import Score
 
 
 @task(
@@ -19,6 +23,8 @@ from tasks.runs import Run
 )
 def close_run(run: Run, synchronizer: Synchronizer) -> Score | None:
     """Score the newest snapshot and write the end of the run; None if nothing was ever merged."""
+    from tasks import evaluating  # torch
+
     score = evaluating.evaluate_if_merged(run, closes=True)
     if score is not None:
         get_run_logger().info(

@@ -136,9 +136,11 @@ class Exchange:
         """Write a checkpoint of a learner's state, a private copy, and return its name.
 
         Raises:
-            Refused: the state holds a value that is not finite; a checkpoint of it would outlive the healthy ones.
+            Refused: the run has ended, or the state holds a value that is not finite; a checkpoint of it would outlive the healthy ones.
         """
         record = replace(state.record, previous=self.previous)
+        if self.run.store.read(names.FINISHED) is not None:
+            raise Refused("finished", f"{self.learner} at {record.position} was not saved")
         if not all(
             np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)
         ):

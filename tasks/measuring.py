@@ -22,7 +22,7 @@ from islands.fragments import lay_out, layout_digest
 from islands.ledger import FragmentClock, LearnerRecord
 from islands.merging import tensor_norms
 from islands.sections import IslandConfig, SyncConfig
-from islands.types import Position
+from islands.types import Manifest, Position
 from islands.versions import layouts_to_json
 from tasks import records
 from tasks.merging import Synchronizer
@@ -33,14 +33,14 @@ NUM_TENSORS, TENSOR_ELEMENTS = 16, 2**20  # 64 MiB of float32
 RUN_ID = "merge"
 
 
-def prepare(folder: str, num_learners: int) -> None:
-    """Write the run. Its contributions share one payload on disk: a merge reads it once per learner all the same."""
+def write_run(folder: str, num_learners: int, tensor_elements: int) -> tuple[Run, str]:
+    """Write a run of one fragment of 16 tensors and as many islands; return it with the digest of version 0."""
     islands = tuple(IslandConfig(name=f"i{i:03d}") for i in range(num_learners))
     sync = SyncConfig(
         num_fragments=1, chunk_bytes=4 * 2**20, min_learners=num_learners, grace_fraction=0.0
     )
     config = RunConfig(store=f"file://{folder}", durable=False, islands=islands, sync=sync)
-    shapes = {f"t{t:02d}": (TENSOR_ELEMENTS,) for t in range(NUM_TENSORS)}
+    shapes = {f"t{t:02d}": (tensor_elements,) for t in range(NUM_TENSORS)}
     store = open_store(config.store, durable=False).within(RUN_ID)
     nothing = write_arrays(
         store, names.payload_folder(names.RUN, "a-0"), {"held_out": np.zeros(1, np.uint8)}
@@ -53,10 +53,17 @@ def prepare(folder: str, num_learners: int) -> None:
     records.write(store, names.RUN, body)
     run = open_run(config.store, RUN_ID)
     layout = run.layouts[0]
-    generator = np.random.default_rng(0)
-    base_digest = publish_first(
-        run, layout, generator.standard_normal(layout.size, dtype=np.float32), lambda: "a-0"
-    )
+    values = np.random.default_rng(0).standard_normal(layout.size, dtype=np.float32)
+    digest = publish_first(run, layout, values, lambda: "a-0")
+    for island in islands:
+        records.write(run.store, names.incarnation(island.name, 0), {"listed": []})
+    return run, digest
+
+
+def prepare(folder: str, num_learners: int) -> None:
+    """Write the run. Its contributions share one payload on disk: a merge reads it once per learner all the same."""
+    run, base_digest = write_run(folder, num_learners, TENSOR_ELEMENTS)
+    layout, generator = run.layouts[0], np.random.default_rng(1)
     delta = 0.01 * generator.standard_normal(layout.size, dtype=np.float32)
     payload = write_arrays(
         run.store,
@@ -65,28 +72,43 @@ def prepare(folder: str, num_learners: int) -> None:
         chunk_elements=run.chunk_elements,
     )
     norms = tensor_norms(delta, layout)
-    start, stop = Position(0, 0), Position(0, 24)
-    for island in islands:
-        clock = FragmentClock(0, base_digest, start, 0, 24, 24, stop, 24, 24)
-        offer = Contribution(
-            learner=island.name,
-            fragment=0,
-            base_version=0,
-            base_digest=base_digest,
-            start=start,
-            stop=stop,
-            num_tokens=24,
-            num_steps=24,
-            offered_before=0,
-            norms=norms,
-            step_seconds=1.0,
-            layout=layout_digest(layout),
-            codec="float32",
-            payload=payload,
-            record=LearnerRecord(island.name, stop, 24, 24, (clock,)),
+    for island in run.config.islands:
+        offer = offer_of(
+            run, island.name, 0, base_digest, payload=payload, norms=norms, step_seconds=1.0
         )
         records.write(run.store, offer.name, offer.to_json())
-        records.write(run.store, names.incarnation(island.name, 0), {"listed": []})
+
+
+def offer_of(
+    run: Run,
+    learner: str,
+    base: int,
+    base_digest: str,
+    *,
+    payload: Manifest,
+    norms: tuple[float, ...],
+    step_seconds: float,
+) -> Contribution:
+    """Return a contribution on version `base` by a learner that trains 24 tokens in 24 steps per version."""
+    layout, start, stop = run.layouts[0], Position(0, 24 * base), Position(0, 24 * (base + 1))
+    clock = FragmentClock(base, base_digest, start, 0, 24, 24, stop, 24, 24, offered=24 * base)
+    return Contribution(
+        learner=learner,
+        fragment=0,
+        base_version=base,
+        base_digest=base_digest,
+        start=start,
+        stop=stop,
+        num_tokens=24,
+        num_steps=24,
+        offered_before=24 * base,
+        norms=norms,
+        step_seconds=step_seconds,
+        layout=layout_digest(layout),
+        codec="float32",
+        payload=payload,
+        record=LearnerRecord(learner, stop, stop.step, stop.step, (clock,)),
+    )
 
 
 def merge(folder: str) -> dict[str, float]:

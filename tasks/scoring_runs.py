@@ -55,7 +55,7 @@ def score_snapshot(store_url: str, run_id: str, number: int | None) -> str:
 
     score = evaluate(open_run(store_url, run_id), number)
     words = (
-        f"{run_id} snapshot {number}: {score.bits_per_byte:.4f} bits/byte "
+        f"{run_id} snapshot {score.snapshot}: {score.bits_per_byte:.4f} bits/byte "
         f"after {score.merged_tokens:,} merged tokens (byte bigram {score.bigram:.4f})"
     )
     get_run_logger().info(words)

@@ -19,6 +19,7 @@ from islands.types import ConfigError, ServiceUnavailable
 from tasks import stopping, tracking
 from tasks.records import new_attempt
 from tasks.runs import Run, next_run_id, open_run, require_unfinished
+from tasks.sharing import require_shareable
 
 
 def settled(config: RunConfig | Mapping[str, Any]) -> RunConfig:
@@ -30,25 +31,6 @@ def settled(config: RunConfig | Mapping[str, Any]) -> RunConfig:
     plain = config.model_dump(mode="json") if isinstance(config, RunConfig) else config
     text = json.dumps(plain, default=_plain)
     return require_shareable(config_from_json(text, source="the form"))
-
-
-def require_shareable(config: RunConfig) -> RunConfig:
-    """Return a configuration that islands in processes of their own can train.
-
-    Raises:
-        ConfigError: it needs one process, or one clock.
-    """
-    if config.store.startswith("memory:"):
-        raise ConfigError(
-            f"store must be a place that several processes share, got {config.store}; "
-            "choose file://, s3:// or gs://, or train with `--driver local`"
-        )
-    if config.sync.algorithm != "decoupled":
-        raise ConfigError(
-            f"sync.algorithm must be decoupled on clusters, got {config.sync.algorithm}; "
-            "train it with `--driver local`"
-        )
-    return config
 
 
 def open_or_create(

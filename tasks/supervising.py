@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from infra import deployments
@@ -54,15 +55,11 @@ class Supervisor:
     def tick(self) -> None:
         """Look once at everything. What does not answer is looked at again next time."""
         now = time.monotonic()
-        try:
-            self._watch_islands()
-            self._watch_quorum(now)
-            if now - self.collected_at >= _COLLECT_SECONDS:
-                self.collected_at = now
-                collect(self.run)
-        except (ServiceUnavailable, StoreUnavailable, DamagedObject) as exc:
-            # Damage here may be an object that was collected while we read; what stays damaged, `verify` names.
-            self.log.warning("%s", exc)
+        self._try(self._watch_islands)
+        self._try(partial(self._watch_quorum, now))
+        if now - self.collected_at >= _COLLECT_SECONDS:
+            self.collected_at = now
+            self._try(partial(collect, self.run))
 
     def are_all_away(self) -> bool:
         """Say whether no island's flow run is at work any more.
@@ -75,11 +72,25 @@ class Supervisor:
                 post.state = deployments.state_of(post.flow_run)
         return all(post.state.is_over for post in self.posts.values())
 
-    def have_all_left(self) -> bool:
-        """Say whether every island has left for good."""
-        return {i.name for i in self.run.config.islands} <= records.departed(self.run.store)
+    def outlook(self) -> str:
+        """Return "left" when every island has left for good, "stopped" when somebody asked for that, else "goes on"."""
+        try:
+            if {i.name for i in self.run.config.islands} <= records.departed(self.run.store):
+                return "left"
+            return "stopped" if stopping.is_asked(self.run) else "goes on"
+        except (StoreUnavailable, DamagedObject) as exc:
+            self.log.warning("%s", exc)
+            return "goes on"
 
     # --- the parts of a tick ---
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """Do one part; what does not answer must not keep the others from theirs."""
+        try:
+            work()
+        except (ServiceUnavailable, StoreUnavailable, DamagedObject) as exc:
+            # Damage here may be an object that was collected while we read; what stays damaged, `verify` names.
+            self.log.warning("%s", exc)
 
     def _watch_islands(self) -> None:
         departed = records.departed(self.run.store)
@@ -170,7 +181,11 @@ def settle(run: Run, *, sleep: Callable[[float], None]) -> Synchronizer:
     """Merge what is pending once all islands have left, and return the synchronizer that saw it settled."""
     synchronizer = Synchronizer(run, new_attempt, stamp=time.time)
     while True:
-        polled = synchronizer.poll(now=time.monotonic())
+        try:
+            polled = synchronizer.poll(now=time.monotonic())
+        except StoreUnavailable:
+            sleep(1.0)
+            continue
         if polled.is_settled:
             return synchronizer
         if polled.is_superseded:  # another one is at it: look again from what it has made

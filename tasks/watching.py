@@ -17,7 +17,7 @@ from prefect.exceptions import TerminationSignal
 
 from infra.clusters import Call, Cluster
 from infra.events import emit_quorum
-from islands.types import IslandsError, StoreUnavailable
+from islands.types import DamagedObject, IslandsError, StoreUnavailable
 from tasks import segments, stopping
 from tasks.records import new_attempt
 from tasks.ringing import Bell
@@ -42,7 +42,7 @@ class Doorman:
         """Ring if a call is due; a store that does not answer is looked at again next time."""
         try:
             ring = self._bell.look(now=time.monotonic())
-        except StoreUnavailable as exc:
+        except (StoreUnavailable, DamagedObject) as exc:
             log.warning("looking for a quorum: %s", exc)
             return
         if ring is not None and ring.key != self._rung:

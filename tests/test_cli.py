@@ -9,16 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from safetensors.numpy import load_file
 
 from flows import screen
 from flows.cli import run_command
+from infra import deployments, services, settings
+from infra.services import Services
 from tasks.reporting import FragmentStatus, IslandStatus, Status
 from tasks.runs import open_run
+
+pytest_plugins = ["tests.prefect_server"]
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = (
@@ -69,8 +75,8 @@ class Desk:
         status = run_command(arguments)
         return Said(status, *self._capsys.readouterr())
 
-    def train(self, *arguments: str, run: str = "first") -> Said:
-        return self.run("train", str(self.config), f"--run={run}", *arguments)
+    def train(self, *arguments: str, run: str = "first", driver: str = "local") -> Said:
+        return self.run("train", str(self.config), f"--run={run}", f"--driver={driver}", *arguments)
 
     def on(self, command: str, *arguments: str, run: str = "first") -> Said:
         return self.run(command, run, "--store", self.url, *arguments)
@@ -86,6 +92,10 @@ def desk(
 ) -> Desk:
     for name in [name for name in os.environ if name.upper().startswith("DILOCO_")]:
         monkeypatch.delenv(name)
+    # No test finds a server that somebody else runs on this machine.
+    for name in (settings.PREFECT_API_URL, settings.MLFLOW_TRACKING_URI):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(settings.HOME, str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     rng = random.Random(0)
@@ -152,9 +162,8 @@ def test_a_run_is_trained_looked_at_scored_exported_sampled_and_verified(desk: D
 
 def test_a_run_without_a_name_takes_the_next_free_one(desk: Desk) -> None:
     for name in ("run-1", "run-2"):
-        assert desk.run("train", str(desk.config), "--set", "total_tokens=64").out.startswith(
-            f"run {name} in {desk.url}\n"
-        )
+        said = desk.run("train", str(desk.config), "--driver", "local", "--set", "total_tokens=64")
+        assert said.out.startswith(f"run {name} in {desk.url}\n")
 
 
 def test_json_is_one_document_and_nothing_else(desk: Desk) -> None:
@@ -249,7 +258,10 @@ def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:
         ["train", "--bogus"],
         ["train", "--set"],
         ["train", "--run", "-rf"],
-        ["train", "--driver", "prefect"],
+        ["train", "--driver", "cloud"],
+        ["train", "--driver", "local", "--detach"],
+        ["train", "--set", "store=memory://x"],
+        ["train", "--set", "sync.algorithm=streaming"],
         ["status"],
         ["status", "-rf"],
         ["status", "a", "b"],
@@ -274,6 +286,12 @@ def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:
         ["verify", "nosuchrun"],
         ["evaluate", "nosuchrun"],
         ["resume", "nosuchrun"],
+        ["report", "nosuchrun"],
+        ["report", "a", "--to", "no/such/folder/x"],
+        ["track"],
+        ["track", "nosuchrun", "--uri", "http://127.0.0.1:9"],
+        ["stop"],
+        ["up", "--evaluate-seconds", "1"],
     ],
     ids=" ".join,
 )
@@ -414,6 +432,8 @@ def started(desk: Desk) -> subprocess.Popen[str]:
         str(desk.config),
         "--run",
         "first",
+        "--driver",
+        "local",
         "--set",
         "total_tokens=400_000",
         "local.checkpoint_steps=16",
@@ -466,7 +486,114 @@ def test_a_killed_run_resumes(desk: Desk) -> None:
     require_an_end(desk)
 
 
-# --- speed, and the demo --------------------------------------------------------------------------
+# --- with and without services --------------------------------------------------------------------
+
+
+def require_no_prefect(said: Said) -> None:
+    assert (said.status, said.out, said.err.count("\n")) == (1, "", 1)
+    assert "a Prefect server must be running, found none; " in said.err
+    for remedy in ("`diloco up`", "set PREFECT_API_URL", "`--driver local`"):
+        assert remedy in said.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--detach"], ["--json"]], ids=str)
+def test_without_a_prefect_server_training_ends_with_the_remedies_and_nothing_created(
+    desk: Desk, arguments: list[str]
+) -> None:
+    require_no_prefect(desk.run("train", str(desk.config), *arguments))
+    assert not desk.store.exists()
+    assert not (desk.folder / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("store=memory://x", ["store must be a place that several processes share", "memory://x"]),
+        ("sync.algorithm=streaming", ["sync.algorithm must be decoupled on clusters, got streaming"]),
+    ],
+)  # fmt: skip
+def test_what_needs_one_process_is_refused_by_the_prefect_driver(
+    desk: Desk, setting: str, parts: list[str]
+) -> None:
+    said = desk.train("--set", setting, driver="prefect")
+    require_refused(desk, said, *parts, "`--driver local`")
+
+
+@pytest.mark.parametrize("driver", ["prefect", "local"])
+def test_what_cannot_be_is_refused_by_both_drivers(desk: Desk, driver: str) -> None:
+    said = desk.train("--set", "islands.0.batch_size=9999", driver=driver)
+    require_refused(desk, said, "shard 'west' must hold one batch")
+
+
+def test_a_run_of_flows_is_not_changed_by_a_resumption_that_finds_no_server(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    (desk.store / "first" / "finished.json").unlink()
+    before = desk.objects()
+    for options in (["--driver", "prefect"], ["--driver=prefect", "--detach"]):
+        require_no_prefect(desk.on("resume", *options, "--set", "total_tokens=999"))
+    assert desk.objects() == before
+
+
+def test_a_local_run_that_ended_before_its_first_checkpoint_goes_on_locally(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    for name in desk.store.glob("first/driver/*"):
+        name.unlink()
+    (desk.store / "first" / "finished.json").unlink()
+    assert desk.on("resume", "--detach").err.startswith("--detach needs a process that goes on")
+
+
+def test_stopping_a_run_without_a_prefect_server_names_the_remedies(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    before = desk.objects()
+    require_no_prefect(desk.on("stop"))
+    assert desk.objects() == before
+
+
+def test_sending_to_mlflow_without_a_server_names_the_remedies(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    said = desk.on("track")
+    assert (said.status, said.out, said.err.count("\n")) == (1, "", 1)
+    assert "an MLflow server must be running, found none; " in said.err
+    for remedy in ("`diloco up`", "set MLFLOW_TRACKING_URI", "--uri"):
+        assert remedy in said.err
+
+
+def test_a_report_is_one_page(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=600")
+    target = desk.folder / "first.html"
+    said = desk.on("report", "--to", str(target))
+    assert (said.status, said.out, said.err) == (0, f"run first: {target}\n", "")
+    text = target.read_text(encoding="utf-8")
+    assert text.lower().startswith("<!doctype html>")
+    assert "first" in text
+
+
+@pytest.mark.slow
+def test_a_server_that_only_the_home_tells_of_is_found_by_train_and_stop(
+    desk: Desk, deployed: Services
+) -> None:
+    """In processes of their own, as people have it: Prefect's library reads its address once."""
+    home = desk.folder / "home"
+    home.mkdir()
+    record = {**asdict(deployed), "pid": os.getpid()}
+    (home / services.RECORD).write_text(json.dumps(record), encoding="utf-8")
+    process = spawn("train", str(desk.config), "--run", "first", "--detach", "--json")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    told = json.loads(out)
+    assert told["run_id"] == "first"
+    assert told["page"].startswith(deployed.prefect_url)
+    with temporary_settings({PREFECT_API_URL: deployed.prefect_api_url}):
+        assert deployments.state_of(told["flow_run"]).kind == "SCHEDULED"
+    assert not (desk.store / "first").exists()  # the flow creates it, once somebody serves
+    desk.train("--set", "total_tokens=64", run="second")
+    process = spawn("stop", "second", "--store", desk.url)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out == (f"run second has stopped; `diloco resume second --store {desk.url}` continues\n")
+
+
+# --- speed ----------------------------------------------------------------------------------------
 
 
 def test_looking_needs_no_torch(desk: Desk) -> None:
@@ -484,25 +611,3 @@ assert "torch" not in sys.modules
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_the_demo_tells_its_story_and_fails_if_the_loss_is_not_below_the_bigrams(
-    desk: Desk,
-) -> None:
-    settings = [
-        f"store={desk.url}", "durable=false", "total_tokens=8000", f"data.source={desk.folder}/text",
-        "data.eval_bytes=512", "model.width=16", "model.num_layers=1", "model.num_heads=2", "model.context=16",
-        'local.faults=[{island = "europe", step = 12, return_after_steps = 4}]',
-    ]  # fmt: skip
-    said = desk.run("demo", "--set", *settings)
-    assert said.status == 1
-    assert "the loss must be below the bigram's" in said.err
-    for part in (
-        "europe dies",
-        "europe comes back as incarnation 1",
-        "data-parallel, as many tokens",
-        "balanced",
-    ):
-        assert part in said.out
-    assert desk.on("verify", run="demo-1").status == 0

@@ -365,12 +365,12 @@ CROSS_FIELD_RULES = [
     (
         on_cluster('ca_file = "ca"'),
         "islands.a.cluster.address must begin with tls:// where certificates are named, "
-        "got null; correct the address or remove the files",
+        "got nothing; correct the address or remove the files",
     ),
     (
         on_cluster('kind = "address", address = "tls://h:1", ca_file = "ca"'),
         "islands.a.cluster.ca_file and cert_file are required with a tls:// scheduler, "
-        'got "ca" and null; name both',
+        'got "ca" and nothing; name both',
     ),
 ]
 

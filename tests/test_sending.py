@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +177,9 @@ class Desk:
     def require_forward_chain(self) -> None:
         links = self.links()
         assert links
-        for (_, earlier), (name, later) in zip(links, links[1:], strict=False):
+        for (before, earlier), (name, later) in pairwise(links):
             assert check_link(later, earlier) is None, name
-            digest = records.require(self.weather.inner, self._name_before(name))[1]
-            assert later.previous == digest
-
-    def _name_before(self, name: str) -> str:
-        headers = [header for header, _ in self.links()]
-        return headers[headers.index(name) - 1]
+            assert later.previous == records.require(self.weather.inner, before)[1], name
 
 
 @pytest.fixture
@@ -318,7 +314,7 @@ def test_no_handing_over_waits_for_a_store_that_stalls(desk: Desk) -> None:
     desk.hold(1)
     timer = threading.Timer(1.0, desk.weather.gate.set)
     timer.start()
-    longest, num_calls = 0.0, 0
+    seconds: list[float] = []
     while not desk.weather.gate.is_set():
         desk.step()
         copies = [desk.learner.copy(p, next_push_steps=6) for p in range(3)]
@@ -328,15 +324,13 @@ def test_no_handing_over_waits_for_a_store_that_stalls(desk: Desk) -> None:
             lambda: desk.sender.save(state),  # noqa: B023
             desk.sender.take_dropped,
         ):
-            begun = time.thread_time(), time.perf_counter()
+            begun = time.perf_counter()
             act()
-            longest = max(longest, time.perf_counter() - begun[1])
-            num_calls += 1
+            seconds.append(time.perf_counter() - begun)
     timer.join()
-    assert num_calls > 30
-    assert (
-        longest < 0.1
-    )  # it takes microseconds; other processes may hold the core for some milliseconds
+    assert len(seconds) > 30
+    assert sorted(seconds)[len(seconds) * 9 // 10] < 0.01
+    assert max(seconds) < 0.3  # other processes may hold the core for a while
     assert desk.sender.drain(20)
     desk.require_forward_chain()
     require_sound(desk.run)

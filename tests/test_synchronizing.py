@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -239,24 +240,43 @@ def test_none_is_needed_while_a_living_one_merges(tmp_path: Path) -> None:
     assert heard.merged
 
 
-def test_none_is_needed_where_heads_move_although_some_quorum_always_waits(tmp_path: Path) -> None:
-    """Each time somebody sleeps, another merges; a fragment with a quorum is left to wait."""
-    run = waiting(tmp_path, num_merges=1)
-    bell = Bell(run)
-    fragments = [p.index for p in run.layouts if run.store.list_names(f"inbox/f{p.index:04d}")]
-    moved = []
+def both_waiting(folder: Path) -> Run:
+    """Return a run with a merge behind it and since then no synchronizer: both fragments have a quorum."""
+    driver = runs.start(runs.tiny_config(folder, *SMALL, *PROMPT))
+    run = driver.run
+    while not (
+        sum(heads(run).values()) and all(len(pushed(run, fragment)) > 1 for fragment in (0, 1))
+    ):
+        if driver.events[0].kind is Kind.MERGE and sum(heads(run).values()):
+            heapq.heappop(driver.events)
+        else:
+            assert driver.advance()
+    return run
+
+
+def pushed(run: Run, fragment: int) -> set[str]:
+    """Return who has pushed to the head of a fragment."""
+    keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{fragment:04d}/"))
+    return {key.learner for key in keys if key and key.base_version == heads(run)[fragment]}
+
+
+def test_none_is_needed_where_a_head_moves_while_another_waits(tmp_path: Path) -> None:
+    """Somebody merges one fragment, and not yet the other: in a busy run some quorum always waits."""
+    run, clock = both_waiting(tmp_path), Clock()
 
     def sleep(seconds: float) -> None:
-        hidden = runs.objects(run, [f"inbox/f{fragments[-1]:04d}"])
-        moved.append(len(hidden))
-        synchronizer = Synchronizer(run, new_attempt, stamp=time.time)
-        assert synchronizer.poll(now=0.0).published
+        clock.sleep(seconds)
+        hidden = runs.objects(run, ["inbox/f0001"])
+        for name in hidden:
+            run.store.delete(name)
+        Synchronizer(run, new_attempt, stamp=time.time).poll(now=0.0)
         for name, data in hidden.items():
-            if run.store.read(name) is None:
-                run.store.create(name, data)
+            run.store.create(name, data)
 
-    assert not is_needed(bell, now=lambda: 0.0, sleep=sleep)
-    assert len(moved) == 1
+    bell = Bell(run)
+    assert not is_needed(bell, now=clock.now, sleep=sleep)
+    assert bell.is_waiting(now=clock.now())
+    assert clock.seconds < 1
 
 
 # --- notes ---

@@ -1,0 +1,40 @@
+"""Which runs islands in processes of their own train, and which can. Loads neither Prefect nor torch.
+
+The command line asks before it knows where Prefect is, and Prefect reads its address when it is imported.
+"""
+
+from __future__ import annotations
+
+from islands import names
+from islands.config import RunConfig
+from islands.types import ConfigError
+from tasks import records
+from tasks.runs import Run
+
+
+def require_shareable(config: RunConfig) -> RunConfig:
+    """Return a configuration that islands in processes of their own can train.
+
+    Raises:
+        ConfigError: it needs one process, or one clock.
+    """
+    if config.store.startswith("memory:"):
+        raise ConfigError(
+            f"store must be a place that several processes share, got {config.store}; "
+            "choose file://, s3:// or gs://, or train with `--driver local`"
+        )
+    if config.sync.algorithm != "decoupled":
+        raise ConfigError(
+            f"sync.algorithm must be decoupled on clusters, got {config.sync.algorithm}; "
+            "train it with `--driver local`"
+        )
+    return config
+
+
+def was_local(run: Run) -> bool:
+    """Say whether the local driver trained a run: its learners run nowhere in particular."""
+    if run.store.list_names("driver/"):
+        return True
+    newest = records.newest_incarnations(run.store).items()
+    found = [records.require(run.store, names.incarnation(*one))[0] for one in newest]
+    return any(not body.get("where") for body in found)

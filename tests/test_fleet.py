@@ -1,0 +1,223 @@
+"""Islands, synchronizer and services as real processes: what a person sees, and what each of their deaths costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fleet import Fleet, fleet, is_of, processes, wait_until
+from tests.runs import write_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    write_text(folder / "text", num_documents=40)
+    with fleet(folder) as running:
+        yield running
+
+
+def test_two_runs_at_once_keep_apart_and_everything_bears_a_telling_name(services: Fleet) -> None:
+    first = services.begin("one", 400_000)
+    second = services.begin("two", 400_000)
+    assert services.wait_for(first) == "COMPLETED"
+    assert services.wait_for(second) == "COMPLETED"
+    for run in ("one", "two"):
+        services.verify(run)
+        assert services.versions(run) >= 4
+        found = services.status(run)
+        assert found["is_finished"]
+        assert found["trained"] >= 400_000
+        assert {f"{name} of {run}" for name in ("west", "east", "asia")} <= {
+            flow_run["name"] for flow_run in services.flow_runs("")
+        }
+        assert services.flow_runs(f"train {run}")
+        assert services.flow_runs(f"synchronize {run}")
+    merges = services.post("/task_runs/filter", {"limit": 200})
+    names = [task["name"] for task in merges]
+    assert any(name.startswith("merge f0 v0→1") and "west" in name for name in names), names
+    assert any(name == "west segment 0" for name in names), names
+
+
+def test_the_schedule_of_evaluate_shows_and_scores_each_snapshot_once(services: Fleet) -> None:
+    deployments = services.post("/deployments/filter", {})
+    evaluate = next(d for d in deployments if d["entrypoint"].startswith("flows.evaluate"))
+    assert evaluate["schedules"][0]["schedule"]["interval"] == 20
+    train = services.begin("scored", 2_500_000)
+    wait_until(lambda: list(services.folder.glob("runs/scored/evaluations/held-out/*.json")), 90)
+    before = {
+        path.name: path.read_bytes()
+        for path in services.folder.glob("runs/scored/evaluations/held-out/*.json")
+    }
+    for _ in range(2):
+        done = services.diloco("evaluate", "scored", "--json")
+        assert done.returncode == 0, done.stderr
+    assert services.wait_for(train) == "COMPLETED"
+    for name, data in before.items():
+        path = services.folder / "runs/scored/evaluations/held-out" / name
+        assert not path.exists() or path.read_bytes() == data
+    services.verify("scored")
+
+
+def test_mlflow_holds_a_parent_and_a_child_for_each_island_and_the_synchronizer(
+    services: Fleet,
+) -> None:
+    assert services.wait_for(services.begin("tracked", 300_000)) == "COMPLETED"
+
+    def ask(path: str, body: dict[str, object]) -> dict[str, object]:
+        request = urllib.request.Request(
+            f"{services.mlflow}/api/2.0/mlflow/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.loads(answer.read()))
+
+    experiments = ask("experiments/search", {"max_results": 10})["experiments"]
+    assert isinstance(experiments, list)
+    number = next(e["experiment_id"] for e in experiments if e["name"] == "diloco")
+    found = ask("runs/search", {"experiment_ids": [number], "max_results": 200})["runs"]
+    assert isinstance(found, list)
+    ours = {r["info"]["run_name"]: r for r in found if r["info"]["run_name"].startswith("tracked")}
+    assert set(ours) == {
+        "tracked",
+        *(f"tracked/{name}" for name in ("west", "east", "asia", "synchronizer")),
+    }
+    metrics = {m["key"] for r in ours.values() for m in r["data"]["metrics"]}
+    wanted = {"train/loss", "sync/staleness", "comm/bytes_up", "run/merged_share", "sync/quorum"}
+    assert wanted | {"eval/bits_per_byte", "train/idle_percent"} <= metrics
+    assert {r["info"]["status"] for r in ours.values()} == {"FINISHED"}
+
+
+def test_a_synchronizer_killed_before_its_first_merge_is_called_again_without_new_work(
+    services: Fleet,
+) -> None:
+    train = services.begin("deaf", 2_000_000)
+    islands = ("west", "east", "asia")
+    wait_until(lambda: services.flow_runs("synchronize deaf", with_scheduled=True), 90)
+    called = services.flow_runs("synchronize deaf", with_scheduled=True)[0]["id"]
+    wait_until(lambda: services.process_of(called), 30)
+    learners = [services.learner("deaf", name)[1] for name in islands]
+    for learner in filter(None, learners):
+        os.kill(learner, signal.SIGSTOP)  # nothing more will be pushed
+    process = services.process_of(called)
+    if process is not None:
+        os.kill(process, signal.SIGKILL)
+    assert services.versions("deaf") == 0, "the process was too quick to be killed in time"
+    try:
+        wait_until(lambda: services.versions("deaf") > 0, 60)
+    finally:
+        for learner in filter(None, learners):
+            os.kill(learner, signal.SIGCONT)
+    assert len(services.flow_runs("synchronize deaf")) >= 2
+    assert services.wait_for(train) == "COMPLETED"
+    services.verify("deaf")
+
+
+def test_worker_island_flow_and_synchronizer_may_each_be_killed_and_only_time_is_lost(
+    services: Fleet,
+) -> None:
+    train = services.begin("hurt", 4_000_000)
+    wait_until(lambda: services.versions("hurt") >= 4, 90)
+    # The worker: its island's flow begins a new incarnation.
+    os.kill(services.learner("hurt", "west")[1], signal.SIGKILL)
+    wait_until(lambda: services.learner("hurt", "west")[0] == 1, 60)
+    # The island's flow, with cluster and all: train starts it again.
+    flow_run = services.flow_runs("east of hurt")[-1]["id"]
+    process, learner = services.process_of(flow_run), services.learner("hurt", "east")[1]
+    assert process is not None
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{learner}"), 20)
+    wait_until(lambda: services.learner("hurt", "east")[0] == 1, 60)
+    # The synchronizer, in the middle of its work.
+    seen = services.versions("hurt")
+    running = [r for r in services.flow_runs("synchronize hurt") if r["state_type"] == "RUNNING"]
+    process = services.process_of(running[-1]["id"]) if running else None
+    if process is not None:
+        os.kill(process, signal.SIGKILL)
+    wait_until(lambda: services.versions("hurt") > seen + 2 or services.has_finished("hurt"), 60)
+    assert services.wait_for(train, seconds=150) == "COMPLETED"
+    services.verify("hurt")
+    found = services.status("hurt")
+    assert found["trained"] >= 4_000_000
+    assert found["merged_share"] > 0.3
+
+
+def test_a_cancelled_run_is_saved_within_thirty_seconds_and_goes_on(services: Fleet) -> None:
+    train = services.begin("halted", 4_000_000)
+    wait_until(lambda: services.versions("halted") >= 4, 90)
+    asked = time.monotonic()
+    cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
+    services.post(f"/flow_runs/{train}/set_state", cancelling)
+    assert services.wait_for(train, seconds=60) == "CANCELLED"
+    islands = [services.flow_runs(f"{name} of halted")[-1] for name in ("west", "east", "asia")]
+    for island in islands:
+        services.wait_for(island["id"], seconds=30)
+    assert time.monotonic() - asked < 45
+    wait_until(lambda: not _synchronizers(services, "halted"), 30)
+    services.verify("halted")
+    before = services.status("halted")
+    assert not before["is_finished"]
+    stopped = [
+        json.loads(path.read_text())["body"]["record"]["trained"]
+        for path in services.folder.glob("runs/halted/checkpoints/*/*.json")
+    ]
+    assert stopped
+    done = services.diloco("resume", "halted", "--set", "total_tokens=2_500_000", timeout=200)
+    assert done.returncode == 0, done.stderr
+    services.verify("halted")
+    assert services.status("halted")["is_finished"]
+
+
+def test_diloco_stop_ends_a_run_with_its_state_saved(services: Fleet) -> None:
+    train = services.begin("quiet", 4_000_000)
+    wait_until(lambda: services.versions("quiet") >= 2, 90)
+    done = services.diloco("stop", "quiet")
+    assert done.returncode == 0, done.stderr
+    assert services.wait_for(train, seconds=60) == "CANCELLED"
+    services.verify("quiet")
+    page = services.folder / "quiet.html"
+    assert services.diloco("report", "quiet", "--to", str(page)).returncode == 0
+    assert "west" in page.read_text()
+
+
+def test_a_form_that_breaks_a_rule_is_refused_and_nothing_is_created(services: Fleet) -> None:
+    deployments = services.post("/deployments/filter", {})
+    train = next(d for d in deployments if d["entrypoint"].startswith("flows.train"))
+    config = dict(train["parameters"]["config"])
+    body = {"parameters": {"config": {**config, "outer": {"momentum": 2}}, "run": "wrong"}}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        services.post(f"/deployments/{train['id']}/create_flow_run", body)
+    assert caught.value.code in (409, 422)
+    caught.value.close()
+    body = {"parameters": {"config": {**config, "sync": {"min_learners": 9}}, "run": "wrong"}}
+    flow_run = services.post(f"/deployments/{train['id']}/create_flow_run", body)["id"]
+    assert services.wait_for(flow_run) == "FAILED"
+    with urllib.request.urlopen(f"{services.api}/flow_runs/{flow_run}", timeout=30) as answer:
+        message = json.loads(answer.read())["state"]["message"]
+    assert "sync.min_learners must be <= the number of islands (4), got 9" in message
+    assert not (services.folder / "runs" / "wrong").exists()
+
+
+def _synchronizers(services: Fleet, run: str) -> list[str]:
+    found = services.flow_runs(f"synchronize {run}")
+    return [r["id"] for r in found if r["state_type"] in ("RUNNING", "PENDING")]
+
+
+def test_services_whose_starter_is_killed_go_with_all_they_started(tmp_path: Path) -> None:
+    write_text(tmp_path / "text", num_documents=40)
+    with fleet(tmp_path) as running:
+        running.begin("orphan", 4_000_000)
+        wait_until(lambda: running.learner("orphan", "west")[0] == 0, 90)
+        running.process.kill()
+        wait_until(lambda: not [pid for pid in processes() if is_of(pid, tmp_path)], 90)
+    running.verify("orphan")

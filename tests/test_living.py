@@ -1,0 +1,557 @@
+"""A learner's life on a real store: its share, stops, deaths, successors, broken numbers, outages, warm segments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from islands import names
+from islands.ledger import record_from_json
+from islands.types import LearnerLost, Refused, StoreUnavailable
+from tasks import collecting, creating, evaluating, history, records, stopping
+from tasks.living import Life
+from tasks.merging import Synchronizer
+from tasks.runs import Run, open_run
+from tests import runs
+from tests.test_sending import Weather, created, require_sound, wait_for
+
+NAME = "solo"
+SOLO = (
+    runs.TINY[: runs.TINY.index("[[islands]]")]
+    + f'[pipeline]\ncheckpoint_seconds = 0.1\n[[islands]]\nname = "{NAME}"\nbatch_size = 2\n'
+)
+LONG = "total_tokens=100_000_000"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Merging:
+    """A synchronizer at work in a thread of its own, as a second process would be."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._synchronizer = Synchronizer(run, records.new_attempt, stamp=time.time)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._is_over.wait(0.01):
+            self._synchronizer.poll(now=time.monotonic())
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def finish(self) -> None:
+        """Merge what is pending, all having left, and end the run."""
+        self.close()
+        while not self._synchronizer.poll(now=time.monotonic() + 1e6).is_settled:
+            pass
+        evaluating.evaluate(self.run, closes=True)
+        collecting.finish(self.run, self._synchronizer.verdicts())
+
+
+@pytest.fixture
+def alive() -> Iterator[Callable[..., Life]]:
+    """Begin lives; whatever a test leaves running is closed at its end."""
+    lives: list[Life] = []
+
+    def begin(run: Run, tell: Callable[[Mapping[str, Any]], None] = lambda message: None) -> Life:
+        name = run.config.islands[0].name
+        lives.append(Life(run, name, records.new_attempt, stamp=time.time, tell=tell))
+        return lives[-1]
+
+    yield begin
+    for life in lives:
+        life.close()
+
+
+@pytest.fixture
+def merging() -> Iterator[Callable[[Run], Merging]]:
+    started: list[Merging] = []
+
+    def start(run: Run) -> Merging:
+        started.append(Merging(run))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+Begin = Callable[..., Life]
+Start = Callable[[Run], Merging]
+
+
+def solo(folder: Path, *assignments: str) -> Run:
+    return created(folder, *assignments, text=SOLO)
+
+
+def head(run: Run) -> int:
+    return records.find_head(run.store, 0)[0].version
+
+
+def checkpoints(run: Run) -> list[str]:
+    return history.checkpoints(run, NAME)
+
+
+def ask_to_stop(run: Run) -> None:
+    mark = records.new_attempt()
+    stopping.ask(run, is_stop=True, reason="test", mark=mark, island=NAME)
+
+
+def exchange_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("diloco-")]
+
+
+# --- the whole of a life ---
+
+
+def test_a_life_trains_its_share_leaves_and_every_token_has_a_fate(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    run = solo(tmp_path, "total_tokens=8_000")
+    synchronizer = merging(run)
+    life = alive(run)
+    stretch = life.train(60.0)
+    life.close()
+    assert stretch.outcome == "left"
+    assert stretch.trained >= 8_000
+    assert (stretch.step, stretch.num_steps) == (250, 250)
+    assert stretch.loss > 0
+    body, _ = records.require(run.store, names.left(NAME))
+    assert record_from_json(body["record"]).trained == stretch.trained
+    assert head(run) > 3
+    synchronizer.finish()
+    require_sound(run)
+    assert exchange_threads() == []
+
+
+def test_nothing_is_trained_when_the_share_is_trained_already(tmp_path: Path, alive: Begin) -> None:
+    """It died between its last push and its farewell: the next one only says farewell."""
+    run = solo(tmp_path, "total_tokens=2_000")
+    weather = Weather(run.store)
+
+    def strike(verb: str, name: str) -> None:
+        if (verb, name) == ("create", names.left(NAME)):
+            raise KeyboardInterrupt
+
+    weather.before = strike
+    with pytest.raises(KeyboardInterrupt):
+        alive(replace(run, store=weather)).train(60.0)
+    life = alive(run)
+    stretch = life.train(60.0)
+    assert (stretch.outcome, stretch.num_steps, stretch.incarnation) == ("left", 0, 1)
+    assert stretch.trained >= 2_000
+    require_balance_of_one(run)
+
+
+def require_balance_of_one(run: Run) -> None:
+    """Require a sound run; that it was not closed after everybody had left is no fault of a life."""
+    from tasks.verifying import verify
+
+    found = verify(run.store_url, run.run_id)
+    assert [problem for problem in found.problems if problem.name != names.FINISHED] == []
+    assert all(row.imbalance == 0 for row in found.rows)
+
+
+# --- stops ---
+
+
+def test_a_stop_ends_in_a_checkpoint_and_the_next_life_goes_on_at_the_same_step(
+    tmp_path: Path, alive: Begin
+) -> None:
+    """Without a merge in between, what was trained since the last copy is still there."""
+    run = solo(tmp_path, LONG, "pipeline.checkpoint_seconds=1000", "sync.period_steps=10_000")
+    life = alive(run)
+    assert life.train(0.2).outcome == "goes on"
+    ask_to_stop(run)
+    stopped = life.train(30.0)
+    assert stopped.outcome == "stopped"
+    life.close()
+    assert checkpoints(run) == [f"checkpoints/{NAME}/0-{stopped.step}.json"]
+    require_sound(run)
+    stopping.let_go_on(run, records.new_attempt, NAME)
+    successor = alive(run)
+    again = successor.train(0.2)
+    assert again.incarnation == 1
+    assert again.step == stopped.step + again.num_steps
+    assert again.trained == stopped.trained + 32 * again.num_steps
+    ask_to_stop(run)
+    assert successor.train(30.0).outcome == "stopped"
+    body, _ = records.require(run.store, checkpoints(run)[0])
+    clocks = record_from_json(body["record"]).clocks
+    assert all(clock.rolled_back == 0 for clock in clocks)
+    assert all(clock.open_steps >= again.step for clock in clocks)
+    require_sound(run)
+
+
+def test_a_stop_during_an_outage_is_saved_once_the_store_is_back(
+    tmp_path: Path, alive: Begin
+) -> None:
+    """The stop is known; then the store goes away for a moment, just while the state should be written."""
+    run = solo(tmp_path, LONG, "pipeline.checkpoint_seconds=1000")
+    weather = Weather(run.store)
+    told: list[Mapping[str, Any]] = []
+    life = alive(replace(run, store=weather), told.append)
+    life.train(0.1)
+    ask_to_stop(run)
+
+    def fail_twice(verb: str, name: str) -> None:
+        if name.startswith("payloads/checkpoints/") and weather.num_failures < 2:
+            weather.num_failures += 1
+            raise StoreUnavailable("no answer")
+
+    weather.before = fail_twice
+    stretch = life.train(30.0)
+    assert stretch.outcome == "stopped"
+    assert weather.num_failures == 2
+    assert checkpoints(run) == [f"checkpoints/{NAME}/0-{stretch.step}.json"]
+    require_sound(run)
+
+
+def test_a_stop_from_before_does_not_end_a_warm_life(tmp_path: Path, alive: Begin) -> None:
+    """It was seen between two segments, and taken back before the next one began."""
+    run = solo(tmp_path, LONG)
+    weather = Weather(run.store)
+    life = alive(replace(run, store=weather))
+    assert life.train(0.1).outcome == "goes on"
+    ask_to_stop(run)
+    weather.seen.clear()
+    wait_for(lambda: ("read", "stops/0.json") in weather.seen, 5)
+    wait_for(lambda: weather.seen[-1][1].startswith("versions/"), 5)
+    stopping.let_go_on(run, records.new_attempt, NAME)
+    assert life.train(0.1).outcome == "goes on"
+
+
+# --- deaths and successors ---
+
+_DOOMED = """
+import sys, time
+from tasks import records
+from tasks.living import Life
+from tasks.runs import open_run
+run = open_run(sys.argv[1], "r")
+life = Life(run, "solo", records.new_attempt, stamp=time.time, tell=lambda message: None)
+life.train(600.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_life_has_a_successor_and_the_ledger_balances(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    config = runs.tiny_config(tmp_path, LONG, text=SOLO)
+    prepared = creating.prepare_run(config, "r")
+    run = creating.create_run(prepared, creating.attempts_of(prepared))
+    synchronizer = merging(run)
+    process = subprocess.Popen([sys.executable, "-c", _DOOMED, run.store_url], cwd=ROOT)
+    try:
+        wait_for(lambda: head(run) >= 2 and len(checkpoints(run)) >= 2, 60)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    require_sound(run)
+    last = history.look_back(run, NAME).last
+    assert last is not None
+    life = alive(open_run(run.store_url, "r"))
+    assert life.incarnation == 1
+    assert life.train(0.0).step == last.position.step > 0
+    known = head(run)
+    assert life.train(1.0).outcome == "goes on"
+    wait_for(lambda: head(run) > known, 10)
+    ask_to_stop(run)
+    assert life.train(30.0).outcome == "stopped"
+    synchronizer.close()
+    require_sound(run)
+
+
+def test_a_second_life_of_the_same_name_fences_the_first(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    run = solo(tmp_path, LONG, "pipeline.checkpoint_seconds=0.01")
+    synchronizer = merging(run)
+    first = alive(run)
+    first.train(0.3)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.append(first.train(60.0).outcome))
+    thread.start()
+    second = alive(run)
+    begun = time.monotonic()
+    assert second.train(0.5).outcome == "goes on"
+    thread.join(20)
+    assert ended == ["superseded"]
+    assert time.monotonic() - begun < 10
+    first.close()
+    assert second.incarnation == first.incarnation + 1
+    ask_to_stop(run)
+    assert second.train(30.0).outcome == "stopped"
+    synchronizer.close()
+    require_sound(run)
+
+
+def test_a_checkpoint_written_after_its_successor_registered_is_no_part_of_its_past(
+    tmp_path: Path, alive: Begin
+) -> None:
+    run = solo(tmp_path, LONG, "pipeline.checkpoint_seconds=1000", "sync.period_steps=10_000")
+    first = alive(run)
+    first.train(0.1)
+    ask_to_stop(run)
+    saved = first.train(30.0)
+    stopping.let_go_on(run, records.new_attempt, NAME)
+    weather = Weather(run.store)
+    late: list[int] = []
+
+    def write_late(verb: str, name: str) -> None:
+        is_registered = records.newest_incarnation(run.store, NAME) == 1
+        if not late and is_registered and name.startswith("payloads/versions/"):
+            first._receiver.forget_stop()
+            late.append(0)
+            for _ in range(5):
+                first._one_step(time.perf_counter())
+            first._save()
+            assert first._sender.drain(10)
+            late[0] = first._learner.position.step
+
+    weather.before = write_late
+    second = alive(replace(run, store=weather))
+    assert late == [saved.step + 5]
+    assert len(checkpoints(run)) == 2
+    stretch = second.train(0.0)
+    assert (stretch.step, stretch.trained) == (saved.step, saved.trained)
+    ask_to_stop(run)
+    assert second.train(30.0).outcome == "stopped"
+    require_sound(run)
+
+
+def test_a_life_that_is_superseded_says_no_farewell(tmp_path: Path, alive: Begin) -> None:
+    run = solo(tmp_path, "total_tokens=2_000")
+    weather = Weather(run.store)
+    first = alive(replace(run, store=weather))
+    first._receiver.close()  # it has not noticed yet
+    history.register(run, NAME, records.new_attempt, stamp=time.time)
+    assert first.train(30.0).outcome == "superseded"
+    assert run.store.read(names.left(NAME)) is None
+    require_sound(run)
+
+
+def test_a_life_whose_beginning_fails_leaves_no_thread(tmp_path: Path, alive: Begin) -> None:
+    run = solo(tmp_path, LONG)
+    weather = Weather(run.store)
+    weather.down = ("versions/",)
+    with pytest.raises(StoreUnavailable):
+        alive(replace(run, store=weather))
+
+    def refuse(message: Mapping[str, Any]) -> None:
+        raise RuntimeError("the connection is closed")
+
+    with pytest.raises(RuntimeError):
+        alive(run, refuse)
+    assert exchange_threads() == []
+    assert alive(run).incarnation == 2
+    require_sound(run)
+
+
+# --- broken numbers, broken threads ---
+
+
+def test_broken_numbers_end_a_life_and_the_next_comes_back_healthy(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    run = solo(tmp_path, "total_tokens=20_000")
+    synchronizer = merging(run)
+    first = alive(run)
+    while not checkpoints(run):
+        assert first.train(0.02).outcome == "goes on"
+    next(iter(first._learner.model.parameters())).data.fill_(float("nan"))
+    with pytest.raises(Refused, match="non-finite"):
+        first.train(60.0)
+    first.close()
+    second = alive(run)
+    stretch = second.train(60.0)
+    second.close()
+    assert (stretch.outcome, stretch.incarnation) == ("left", 1)
+    assert 0 < stretch.loss < 10
+    synchronizer.finish()
+    require_sound(run)
+    for layout in run.layouts:
+        commit, _ = records.find_head(run.store, layout.index)
+        assert bool((abs(records.read_public(run.store, commit)) < 1e3).all())
+
+
+def test_broken_numbers_in_the_last_push_are_no_farewell(tmp_path: Path, alive: Begin) -> None:
+    run = solo(tmp_path, "total_tokens=320", "sync.period_steps=10_000")
+    life = alive(run)
+    next(iter(life._learner.model.parameters())).data.fill_(float("nan"))
+    with pytest.raises(Refused, match="non-finite"):
+        life.train(30.0)
+    assert run.store.read(names.left(NAME)) is None
+    require_sound(run)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("folder", ["payloads/inbox/", "versions/"])
+def test_a_life_does_not_train_on_without_its_exchange(
+    tmp_path: Path, alive: Begin, folder: str
+) -> None:
+    """A thread that dies of a bug, sender or receiver, ends the life; unseen, all its work would be in vain."""
+    run = solo(tmp_path, LONG)
+    weather = Weather(run.store)
+    life = alive(replace(run, store=weather))
+    life.train(0.1)
+    weather.bugs = (folder,)
+    with pytest.raises(LearnerLost, match="a bug"):
+        life.train(30.0)
+    weather.bugs = ()
+    life.close()
+    require_sound(run)
+    assert alive(run).train(0.1).outcome == "goes on"
+
+
+# --- outages ---
+
+
+def test_an_outage_stops_no_training_and_loses_nothing(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    run = solo(tmp_path, LONG)
+    merging(run)
+    weather = Weather(run.store)
+    told: list[Mapping[str, Any]] = []
+    life = alive(replace(run, store=weather), told.append)
+    before = life.train(0.3)
+    weather.down = ("",)
+    during = life.train(1.0)
+    assert during.num_steps > before.num_steps / 2
+    assert life.is_superseded is False  # unknown is no reason to give up a healthy learner
+    num_pushed = sum(message["kind"] == "pushed" for message in told)
+    weather.down = ()
+    wait_for(lambda: sum(message["kind"] == "pushed" for message in told) >= num_pushed + 3, 30)
+    ask_to_stop(run)
+    assert life.train(30.0).outcome == "stopped"
+    life.close()
+    require_sound(run)
+
+
+def test_a_farewell_waits_for_the_store(tmp_path: Path, alive: Begin) -> None:
+    run = solo(tmp_path, "total_tokens=2_000")
+    weather = Weather(run.store)
+    weather.down = (names.left(NAME),)
+    told: list[Mapping[str, Any]] = []
+    life = alive(replace(run, store=weather), told.append)
+    timer = threading.Timer(1.5, lambda: setattr(weather, "down", ()))
+    timer.start()
+    stretch = life.train(30.0)
+    timer.join()
+    assert stretch.outcome == "left"
+    assert any("farewell" in message.get("text", "") for message in told)
+    assert run.store.read(names.left(NAME)) is not None
+    require_balance_of_one(run)
+
+
+def test_a_farewell_whose_answer_was_lost_counts(tmp_path: Path, alive: Begin) -> None:
+    run = solo(tmp_path, "total_tokens=2_000")
+    weather = Weather(run.store)
+    weather.lost = [names.left(NAME)]
+    assert alive(replace(run, store=weather)).train(30.0).outcome == "left"
+    require_balance_of_one(run)
+
+
+def test_neither_a_slow_store_nor_a_slow_listener_makes_a_learner_idle(
+    tmp_path: Path, alive: Begin
+) -> None:
+    run = solo(tmp_path, LONG, "model.width=64", "pipeline.checkpoint_seconds=0.01")
+    weather = Weather(run.store)
+    life = alive(replace(run, store=weather), lambda message: time.sleep(0.1))
+    weather.before = lambda verb, name: time.sleep(0.05)
+    stretch = life.train(3.0)
+    assert stretch.num_steps > 50
+    assert 0 < stretch.idle_share < 0.12
+    require_sound(run)
+
+
+# --- segments ---
+
+
+@pytest.fixture
+def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Train segments in this process; there is no Dask worker here to tell anything through."""
+    from tasks import segments
+
+    monkeypatch.setattr(segments, "teller", lambda topic: lambda message: None)
+    yield segments.train_segment
+    for life in segments._lives.values():
+        life.close()
+    segments._lives.clear()
+
+
+def segment_of(run: Run, seconds: float = 0.2) -> Any:
+    from tasks.segments import Segment
+
+    return Segment(run.store_url, run.run_id, NAME, seconds)
+
+
+def test_two_segments_keep_the_learner_warm(tmp_path: Path, train_here: Any) -> None:
+    run = solo(tmp_path, LONG)
+    first = train_here(segment_of(run))
+    second = train_here(segment_of(run))
+    assert (first.outcome, second.outcome) == ("goes on", "goes on")
+    assert second.incarnation == first.incarnation == 0
+    assert second.step == first.step + second.num_steps
+    assert records.numbers_in(run.store, f"learners/{NAME}") == [0]
+    require_sound(run)
+
+
+def test_after_an_exception_the_next_segment_begins_a_new_incarnation(
+    tmp_path: Path, train_here: Any
+) -> None:
+    from tasks import segments
+
+    run = solo(tmp_path, LONG)
+    train_here(segment_of(run))
+    (life,) = segments._lives.values()
+    next(iter(life._learner.model.parameters())).data.fill_(float("nan"))
+    with pytest.raises(Refused):
+        train_here(segment_of(run, 30.0))
+    assert exchange_threads() == []
+    again = train_here(segment_of(run))
+    assert (again.outcome, again.incarnation) == ("goes on", 1)
+    assert again.loss < 10
+    require_sound(run)
+
+
+def test_a_warm_learner_that_was_superseded_gives_way_to_a_new_incarnation(
+    tmp_path: Path, train_here: Any
+) -> None:
+    run = solo(tmp_path, LONG)
+    train_here(segment_of(run))
+    history.register(run, NAME, records.new_attempt, stamp=time.time)
+    again = train_here(segment_of(run))
+    assert (again.outcome, again.incarnation) == ("goes on", 2)
+    require_sound(run)
+
+
+def test_after_the_end_no_learner_registers_any_more(
+    tmp_path: Path, train_here: Any, merging: Start
+) -> None:
+    run = solo(tmp_path, "total_tokens=2_000")
+    synchronizer = merging(run)
+    left = train_here(segment_of(run, 30.0))
+    assert left.outcome == "left"
+    again = train_here(segment_of(run))
+    assert (again.outcome, again.num_steps, again.incarnation) == ("left", 0, 0)
+    assert (again.step, again.trained) == (left.step, left.trained)
+    synchronizer.finish()
+    assert train_here(segment_of(run)).outcome == "finished"
+    assert exchange_threads() == []
+    require_sound(run)

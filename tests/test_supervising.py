@@ -1,0 +1,297 @@
+"""A run's supervisor on a real Prefect server where nobody serves: flow runs live and die as the tests say."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from infra.services import Services
+from islands import names
+from tasks import history, records, stopping, supervising
+from tasks.clockwork import Kind
+from tasks.local import Driver
+from tasks.ringing import RING_SECONDS, Ring
+from tasks.runs import Run
+from tasks.supervising import Supervisor
+from tests import runs
+
+pytest_plugins = ["tests.prefect_server"]
+
+NOBODY = "http://127.0.0.1:9/api"  # the discard port: nothing listens there
+LOG = logging.getLogger("tests.supervising")
+ISLANDS = ("east", "north", "west")
+
+
+@pytest.fixture
+def run(tmp_path: Path, prefect_api: Services) -> Run:
+    """Return a new run; its store, and so its tag, is of this test alone."""
+    return runs.start(runs.tiny_config(tmp_path, "pipeline.max_restarts=2")).run
+
+
+def ticked(supervisor: Supervisor) -> dict[str, str]:
+    """Let the supervisor look once, and return island -> flow run."""
+    supervisor.tick()
+    return {name: post.flow_run for name, post in supervisor.posts.items()}
+
+
+def end(flow_run: str, kind: StateType) -> None:
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(
+            flow_run, State(type=kind, message="the test says so"), force=True
+        )
+
+
+def all_of(run: Run) -> list[FlowRun]:
+    """Return every flow run that was started for an island of the run."""
+    tags = FlowRunFilterTags(all_=[supervising.tag_of(run)])
+    with get_client(sync_client=True) as client:
+        return client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=tags))
+
+
+def synchronizers(run: Run) -> list[dict[str, Any]]:
+    """Return the parameters of every flow run of `synchronize` for the run."""
+    with get_client(sync_client=True) as client:
+        found = [flow_run.parameters for flow_run in client.read_flow_runs()]
+    return [p for p in found if p.get("store") == run.store_url and "ring" in p]
+
+
+def write(run: Run, island: str) -> None:
+    """Say farewell in the name of an island."""
+    history.write_off(run, island, stamp=time.time)
+
+
+# --- islands ---
+
+
+@pytest.mark.slow
+def test_each_island_gets_one_flow_run_with_its_tags_and_its_name(run: Run) -> None:
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    assert ticked(supervisor) == first
+    assert tuple(sorted(first)) == ISLANDS
+    found = {str(flow_run.id): flow_run for flow_run in all_of(run)}
+    assert set(found) == set(first.values())
+    east = found[first["east"]]
+    assert east.name == "east of r"
+    assert east.parameters == {"store": run.store_url, "run": "r", "island": "east"}
+    assert "island:east" in east.tags
+
+
+@pytest.mark.slow
+def test_an_island_whose_flow_fails_is_started_again_up_to_the_limit_then_written_off(
+    run: Run,
+) -> None:
+    supervisor = Supervisor(run, LOG)
+    flow_runs = [ticked(supervisor)["east"]]
+    for kind in (StateType.FAILED, StateType.CRASHED):
+        end(flow_runs[-1], kind)
+        flow_runs.append(ticked(supervisor)["east"])
+        assert ticked(supervisor)["east"] == flow_runs[-1]
+    assert len(set(flow_runs)) == 3
+    assert records.departed(run.store) == frozenset()
+    end(flow_runs[-1], StateType.FAILED)
+    ticked(supervisor)
+    assert records.departed(run.store) == {"east"}
+    ticked(supervisor)
+    assert len(all_of(run)) == 3 + 2
+    assert supervisor.outlook() == "goes on"
+
+
+@pytest.mark.slow
+def test_progress_forgives_earlier_deaths(tmp_path: Path, prefect_api: Services) -> None:
+    driver = runs.start(runs.tiny_config(tmp_path, "pipeline.max_restarts=1"))
+    supervisor = Supervisor(driver.run, LOG)
+    for _ in range(3):
+        progress(driver, "east")
+        end(ticked(supervisor)["east"], StateType.CRASHED)
+        ticked(supervisor)
+    assert records.departed(driver.run.store) == frozenset()
+    end(ticked(supervisor)["east"], StateType.CRASHED)
+    ticked(supervisor)
+    assert records.departed(driver.run.store) == {"east"}
+
+
+def progress(driver: Driver, island: str) -> None:
+    """Advance until the store holds a later account of the island."""
+    before = history.last_link(driver.run, island)
+    while history.last_link(driver.run, island) == before:
+        assert driver.advance()
+
+
+@pytest.mark.slow
+def test_a_cancelled_island_stays_away_while_others_train(run: Run) -> None:
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    end(first["east"], StateType.CANCELLED)
+    for _ in range(3):
+        assert ticked(supervisor) == first
+    assert records.departed(run.store) == frozenset()
+    write(run, "north")
+    assert ticked(supervisor) == first
+    assert records.departed(run.store) == {"north"}
+    write(run, "west")
+    ticked(supervisor)
+    assert records.departed(run.store) == set(ISLANDS)
+    assert len(all_of(run)) == 3
+
+
+@pytest.mark.slow
+def test_when_every_island_is_cancelled_all_are_written_off(run: Run) -> None:
+    supervisor = Supervisor(run, LOG)
+    for flow_run in ticked(supervisor).values():
+        end(flow_run, StateType.CANCELLED)
+    ticked(supervisor)
+    ticked(supervisor)
+    assert supervisor.outlook() == "left"
+    assert supervisor.are_all_away()
+    assert len(all_of(run)) == 3
+
+
+@pytest.mark.slow
+def test_an_island_that_has_left_is_not_started(run: Run) -> None:
+    write(run, "west")
+    supervisor = Supervisor(run, LOG)
+    assert sorted(ticked(supervisor)) == ["east", "north"]
+    end(supervisor.posts["east"].flow_run, StateType.COMPLETED)
+    write(run, "east")
+    ticked(supervisor)
+    assert len(all_of(run)) == 2
+
+
+@pytest.mark.slow
+def test_a_later_supervisor_adopts_the_living_and_starts_the_dead(run: Run) -> None:
+    first = ticked(Supervisor(run, LOG))
+    end(first["east"], StateType.RUNNING)
+    end(first["north"], StateType.CRASHED)
+    second = ticked(Supervisor(run, LOG))
+    assert (second["east"], second["west"]) == (first["east"], first["west"])
+    assert second["north"] != first["north"]
+    assert len(all_of(run)) == 4
+
+
+@pytest.mark.slow
+def test_another_store_with_a_run_of_that_name_has_islands_of_its_own(
+    run: Run, tmp_path: Path
+) -> None:
+    other = runs.start(runs.tiny_config(tmp_path / "other")).run
+    assert other.run_id == run.run_id
+    assert not set(ticked(Supervisor(run, LOG)).values()) & set(
+        ticked(Supervisor(other, LOG)).values()
+    )
+
+
+@pytest.mark.slow
+def test_while_prefect_is_away_nothing_is_started_and_nothing_ends(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    end(first["east"], StateType.FAILED)
+    begun = time.monotonic()
+    with temporary_settings({PREFECT_API_URL: NOBODY}):
+        for _ in range(2):
+            assert ticked(supervisor) == first
+        assert ticked(Supervisor(run, LOG)) == {}
+    assert time.monotonic() - begun < 30
+    assert "Prefect must answer" in caplog.text
+    assert ticked(supervisor)["east"] != first["east"]
+    assert len(all_of(run)) == 4
+
+
+# --- a quorum that nobody merges ---
+
+
+@pytest.mark.slow
+def test_a_ring_starts_one_synchronizer_whoever_answers_it(run: Run) -> None:
+    ring = Ring("r", 3, 1, 2)
+    for _ in range(2):
+        supervising.start_synchronizer(run, ring)
+    supervising.start_synchronizer(run, Ring("r", 3, 2, 2))
+    found = synchronizers(run)
+    assert sorted(parameters["ring"] for parameters in found) == ["r-m3-n1-k2", "r-m3-n2-k2"]
+    assert {parameters["run"] for parameters in found} == {"r"}
+
+
+@pytest.mark.slow
+def test_a_synchronizer_is_started_where_the_islands_rings_go_unanswered(
+    tmp_path: Path, prefect_api: Services
+) -> None:
+    run = pending(tmp_path).run
+    supervisor = Supervisor(run, LOG)
+    for now in (0.0, RING_SECONDS - 0.1):
+        supervisor._watch_quorum(now)
+        assert synchronizers(run) == []
+    for now in (RING_SECONDS, RING_SECONDS + 1):
+        supervisor._watch_quorum(now)
+        assert [parameters["ring"] for parameters in synchronizers(run)] == ["r-m0-n0-k1"]
+    supervisor._watch_quorum(2 * RING_SECONDS)
+    assert len(synchronizers(run)) == 2
+
+
+# --- the end; no server is needed ---
+
+
+def pending(folder: Path) -> Driver:
+    """Return a driver stopped where a quorum is complete and nothing was merged."""
+    driver = runs.start(runs.tiny_config(folder, "sync.grace_fraction=0"))
+    while not (driver.events[0].kind is Kind.MERGE and len(pushed(driver.run)) >= 2):
+        assert driver.advance()
+    return driver
+
+
+def pushed(run: Run) -> set[str]:
+    """Return who has pushed to the fragment that most have pushed to."""
+    keys = [names.parse_contribution(name) for name in run.store.list_names("inbox/")]
+    by_fragment: dict[int, set[str]] = {}
+    for key in filter(None, keys):
+        by_fragment.setdefault(key.fragment, set()).add(key.learner)
+    return max(by_fragment.values(), key=len, default=set())
+
+
+def test_what_is_pending_is_merged_once_all_have_left(tmp_path: Path) -> None:
+    run = pending(tmp_path).run
+    for island in ISLANDS:
+        write(run, island)
+    synchronizer = supervising.settle(run, sleep=time.sleep)
+    heads = [records.find_head(run.store, layout.index)[0] for layout in run.layouts]
+    assert sum(head.version for head in heads) > 0
+    assert synchronizer.heads() == heads
+    assert supervising.settle(run, sleep=time.sleep).heads() == heads  # nothing more to do
+
+
+def test_another_synchronizer_at_the_end_is_no_obstacle(tmp_path: Path) -> None:
+    """It enlists while this one waits; whoever is later merges, and both see the run settled."""
+    run = pending(tmp_path).run
+    for island in ISLANDS:
+        write(run, island)
+    name = names.numbered("synchronizers", 0)
+    records.write(run.store, name, {"number": 0, "mark": "a-other", "at": 0.0})
+    assert supervising.settle(run, sleep=time.sleep).number == 1
+
+
+def test_a_request_to_stop_reaches_every_island_and_the_synchronizer(tmp_path: Path) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    assert not stopping.is_asked(run)
+    supervising.ask_all_to_stop(run, "a test")
+    assert stopping.is_asked(run)
+    assert all(stopping.is_asked(run, island) for island in ISLANDS)
+
+
+@pytest.mark.slow
+def test_it_waits_for_islands_to_be_away_and_not_for_ever(run: Run) -> None:
+    supervisor = Supervisor(run, LOG)
+    flow_runs = ticked(supervisor)
+    assert not supervising.wait_until_away(supervisor, 1.0)
+    for flow_run in flow_runs.values():
+        end(flow_run, StateType.COMPLETED)
+    with temporary_settings({PREFECT_API_URL: NOBODY}):
+        assert not supervising.wait_until_away(supervisor, 1.0)
+    assert supervising.wait_until_away(supervisor, 10.0)
