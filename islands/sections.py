@@ -141,7 +141,7 @@ class SyncConfig(Section):
     outlier_factor: float = Field(
         default=10.0,
         gt=1,
-        description="A contribution longer than this multiple of the running median, and of its learner's last, is refused.",
+        description="A contribution this many times longer than the running median and its learner's last is refused.",
     )
     codec: Codec = Field(default="float32", description="Number format of contributions.")
     codec_down: Codec = Field(

@@ -136,7 +136,7 @@ class Exchange:
         """Write a checkpoint of a learner's state, a private copy, and return its name.
 
         Raises:
-            Refused: the run has ended, or the state holds a value that is not finite; a checkpoint of it would outlive the healthy ones.
+            Refused: the run has ended, or a value is not finite: a checkpoint of it would outlive the healthy ones.
         """
         record = replace(state.record, previous=self.previous)
         if self.run.store.read(names.FINISHED) is not None:
