@@ -143,8 +143,8 @@ def _compare(config: RunConfig, is_stopped: Callable[[], bool]) -> int:
     from tasks.evaluating import evaluate
     from tasks.runs import list_runs
 
-    demos = [name for name in list_runs(config.store) if name.startswith("demo-")]
-    newest = max(demos, key=lambda name: int(name.removeprefix("demo-")))
+    numbers = [name.removeprefix("demo-") for name in list_runs(config.store)]
+    newest = f"demo-{max(int(number) for number in numbers if number.isdecimal())}"
     there = evaluate(open_run(config.store, newest))
     run_id = f"{newest}-local"
     with screen.progress("the local driver", config.total_tokens) as advance:
