@@ -245,7 +245,7 @@ class Driver:
                 f"another process merges run {self.run.run_id}: this one ends, that one goes on"
             )
         for fragment, version in polled.published:
-            self._tell(None, f"merge f{fragment} v{version - 1}→{version}")
+            self._tell(None, f"merge f{fragment} v{version - 1}→v{version}")
             for seat in self.seats.values():
                 arrives_at = self.now + seat.island.fetch_delay_steps
                 self.schedule(arrives_at, Kind.VERSION_ARRIVES, seat.island.name, fragment, version)

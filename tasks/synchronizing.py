@@ -137,11 +137,11 @@ class Drain:
 
 
 def name_of(merged: list[Merged]) -> str:
-    """Return a name for a drain, such as "merge f2 v17→18 (east, west)"."""
+    """Return a name for a drain, such as "merge f2 v17→v18 (east, west)"."""
     spans: dict[int, tuple[int, int]] = {}
     for one in merged:
         first, last = spans.get(one.fragment, (one.version - 1, one.version))
         spans[one.fragment] = (min(first, one.version - 1), max(last, one.version))
-    moves = ", ".join(f"f{p} v{first}→{last}" for p, (first, last) in sorted(spans.items()))
+    moves = ", ".join(f"f{p} v{first}→v{last}" for p, (first, last) in sorted(spans.items()))
     learners = sorted({name for one in merged for name in one.learners})
     return f"merge {moves} ({', '.join(learners)})"

@@ -101,6 +101,21 @@ class Fleet:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read() or b"null")
 
+    def ask_mlflow(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask MLflow's API."""
+        request = urllib.request.Request(
+            f"{self.mlflow}/api/2.0/mlflow/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.loads(answer.read()))
+
+    def scores(self, run: str) -> dict[str, bytes]:
+        """Return a run's evaluations by name."""
+        folder = self.folder / "runs" / run / "evaluations" / "held-out"
+        return {path.name: path.read_bytes() for path in folder.glob("*.json")}
+
     def flow_runs(self, prefix: str, *, with_scheduled: bool = False) -> list[dict[str, Any]]:
         """Return the flow runs whose name begins so, oldest first."""
         found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC", "limit": 200})

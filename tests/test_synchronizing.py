@@ -284,9 +284,9 @@ def test_none_is_needed_where_a_head_moves_while_another_waits(tmp_path: Path) -
 
 def test_a_note_is_named_by_what_moved_and_who_was_in_it() -> None:
     west = Merged(2, 18, ("west", "east"))
-    assert name_of([west]) == "merge f2 v17→18 (east, west)"
+    assert name_of([west]) == "merge f2 v17→v18 (east, west)"
     both = [west, Merged(0, 5, ("asia",)), Merged(2, 19, ("west",))]
-    assert name_of(both) == "merge f0 v4→5, f2 v17→19 (asia, east, west)"
+    assert name_of(both) == "merge f0 v4→v5, f2 v17→v19 (asia, east, west)"
 
 
 def test_merges_within_ten_seconds_share_a_note() -> None:
@@ -295,7 +295,7 @@ def test_merges_within_ten_seconds_share_a_note() -> None:
     drain.flush()
     assert notes == []
     drain.add([Merged(0, 1, ("east",))])
-    assert notes == [("merge f0 v0→1 (east)", ["merge f0 v0→1 (east)"])]
+    assert notes == [("merge f0 v0→v1 (east)", ["merge f0 v0→v1 (east)"])]
     drain.add([Merged(1, 1, ("east",)), Merged(1, 2, ("west",))])
     drain.add([Merged(0, 2, ("west",))])
     assert len(notes) == 1
@@ -303,8 +303,8 @@ def test_merges_within_ten_seconds_share_a_note() -> None:
     drain.flush()
     assert notes[1:] == [
         (
-            "merge f0 v1→2, f1 v0→2 (east, west)",
-            ["merge f1 v0→1 (east)", "merge f1 v1→2 (west)", "merge f0 v1→2 (west)"],
+            "merge f0 v1→v2, f1 v0→v2 (east, west)",
+            ["merge f1 v0→v1 (east)", "merge f1 v1→v2 (west)", "merge f0 v1→v2 (west)"],
         )
     ]
     assert drain.num_merges == 4
