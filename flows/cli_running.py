@@ -47,7 +47,7 @@ def up(
     evaluate_seconds: Annotated[
         float,
         Parameter(
-            help="Interval of the schedule of `evaluate`; the Prefect UI can change it.",
+            help="First interval of the schedule of `evaluate`; later, only the Prefect UI changes it.",
             validator=Number(gte=10),
         ),
     ] = EVALUATE_SECONDS,
@@ -147,11 +147,23 @@ def resume(
 
 def stop(run: RunName, /, *, store: StoreUrl = None) -> int:
     """Ask a run to stop at the next step, with its state saved, and wait until it has."""
+    from tasks import stopping
+    from tasks.records import new_attempt
+    from tasks.runs import require_unfinished
+    from tasks.sharing import was_local
+
+    opened = require_unfinished(open_named(run, shared_store(store_url(store))))
+    if was_local(opened):
+        raise ConfigError(
+            f"a run to stop must be one that Prefect trains, got {run!r}, which the local driver trains; "
+            "press Ctrl-C where it runs"
+        )
+    # The request lies in the store; Prefect is only asked who still trains.
+    stopping.ask(opened, is_stop=True, reason="diloco stop", mark=new_attempt())
     connect()
     from flows import pipeline
 
-    opened = open_named(run, shared_store(store_url(store)))
-    if not pipeline.stop(opened, _STOP_SECONDS):
+    if not pipeline.wait_for_islands(opened, _STOP_SECONDS):
         screen.complain(
             f"run {run} was asked to stop, but its islands still train after {_STOP_SECONDS:g} s; "
             "their flow runs say why"

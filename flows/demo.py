@@ -32,9 +32,10 @@ def run_demo(
     )
     config = config.model_copy(update={"store": cli_options.absolute_store(config.store)})
     with _services(config.store) as found:
-        status_code = _train(config, found, is_stopped)
-        if compare and status_code != STOPPED:
-            status_code = _compare(config, is_stopped) or status_code
+        run_id = next_run_id(config.store, "demo")
+        status_code = _train(config, run_id, found, is_stopped)
+        if compare and status_code == DONE:
+            status_code = _compare(config, run_id, is_stopped)
         if keep and not is_stopped():
             screen.show_services(found, config.store)
             while not is_stopped():
@@ -58,11 +59,10 @@ def _services(store: str) -> Iterator[Services]:
         yield found
 
 
-def _train(config: RunConfig, found: Services, is_stopped: Claim) -> int:
+def _train(config: RunConfig, run_id: str, found: Services, is_stopped: Claim) -> int:
     from flows import pipeline  # Prefect, which reads its address when it is imported
     from tasks.faults import Script
 
-    run_id = next_run_id(config.store, "demo")
     for line in _introduction(config, run_id):
         screen.say(line)
     started = pipeline.start(config, run_id)
@@ -137,16 +137,13 @@ def _is_anybody_back(run: Run, seen: Status) -> bool:
     return not run.config.local.faults or any(i.incarnation > 0 for i in seen.islands)
 
 
-def _compare(config: RunConfig, is_stopped: Callable[[], bool]) -> int:
+def _compare(config: RunConfig, there_id: str, is_stopped: Callable[[], bool]) -> int:
     """Train the same configuration by the local driver and print both losses; STOPPED if asked to stop."""
     from flows import local
     from tasks.evaluating import evaluate
-    from tasks.runs import list_runs
 
-    numbers = [name.removeprefix("demo-") for name in list_runs(config.store)]
-    newest = f"demo-{max(int(number) for number in numbers if number.isdecimal())}"
-    there = evaluate(open_run(config.store, newest))
-    run_id = f"{newest}-local"
+    there = evaluate(open_run(config.store, there_id))
+    run_id = f"{there_id}-local"
     with screen.progress("the local driver", config.total_tokens) as advance:
         follower = screen.Follower("", config.total_tokens, advance)
         outcome = local.train(config, run_id, watch=follower, is_stopped=is_stopped)

@@ -75,9 +75,8 @@ def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunS
         time.sleep(_LOOK_SECONDS)
 
 
-def stop(run: Run, wait_seconds: float) -> bool:
-    """Ask everybody who trains or merges a run to stop with the state saved; say whether its flow ended in time."""
-    supervising.ask_all_to_stop(run, "diloco stop")
+def wait_for_islands(run: Run, wait_seconds: float) -> bool:
+    """Wait until no island of a run is at work; say whether that was so in time."""
     ends = time.monotonic() + wait_seconds
     tags = [supervising.tag_of(run)]
     while deployments.living_run("island", tags) is not None:

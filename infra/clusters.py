@@ -103,6 +103,7 @@ class Cluster:
 
     def __init__(self, client: Client, topic: str) -> None:
         self._client = client
+        self._last: Future[Any] | None = None
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         client.subscribe_topic(topic, lambda event: self._messages.put(event[1]))
 
@@ -114,13 +115,30 @@ class Cluster:
         """
         try:
             self._client.wait_for_workers(1, timeout=_START_SECONDS)
-            future = self._client.submit(function, argument, pure=False, retries=0)
+            # Where it was before it is warm: elsewhere it would begin again from a checkpoint.
+            there = self._last_workers()
+            future = self._client.submit(
+                function,
+                argument,
+                pure=False,
+                retries=0,
+                workers=there,
+                allow_other_workers=there is not None,
+            )
         except (TimeoutError, OSError) as exc:
             raise ClusterUnavailable(
                 f"a cluster must have a worker within {_START_SECONDS} s, got none; "
                 "see the scheduler's log, or start a worker"
             ) from exc
+        self._last = future
         return Call(future)
+
+    def _last_workers(self) -> list[str] | None:
+        """Return where the last call ended well, while that worker is there."""
+        if self._last is None or self._last.status != "finished":
+            return None
+        there = self._client.who_has([self._last]).get(self._last.key, ())
+        return list(there) or None
 
     def messages(self) -> list[Message]:
         """Return what the functions told since the last call."""

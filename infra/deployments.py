@@ -41,7 +41,8 @@ NAME = "diloco"
 FLOWS = ("train", "island", "synchronize", "evaluate")
 # A serve process starts five flow runs at most unless told otherwise: no room for a synchronizer beside four islands.
 MOST_RUNS = 32
-_LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+_LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)
+_UNFINISHED = (*_LIVING, StateType.CANCELLING, StateType.PAUSED)
 _REFUSED = (409, 422)
 _VENDOR_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
@@ -169,7 +170,7 @@ class RunState:
     @property
     def is_over(self) -> bool:
         """Whether the flow run has ended."""
-        return self.kind not in {living.value for living in _LIVING}
+        return self.kind not in {kind.value for kind in _UNFINISHED}
 
 
 def state_of(flow_run: str) -> RunState:
@@ -181,13 +182,15 @@ def state_of(flow_run: str) -> RunState:
     with _client() as client:
         try:
             state = client.read_flow_run(UUID(flow_run)).state
+        except ObjectNotFound:
+            return RunState("DELETED", "its flow run was deleted")
         except _VENDOR_ERRORS as exc:
             raise _unanswered(exc) from exc
     return RunState() if state is None else RunState(str(state.type.value), state.message or "")
 
 
 def living_run(flow: str, tags: Sequence[str]) -> str | None:
-    """Return the newest flow run of a flow with all these tags that has not ended, None if there is none.
+    """Return the newest flow run of a flow with all these tags that works or will, None if there is none.
 
     Raises:
         ServiceUnavailable: Prefect did not answer.

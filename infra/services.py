@@ -221,7 +221,6 @@ def client_variables(services: Services) -> dict[str, str]:
         "PREFECT_API_URL": services.prefect_api_url,
         # A server that takes a call and never answers must not hold anybody up for minutes.
         "PREFECT_API_REQUEST_TIMEOUT": "10",
-        "PREFECT_CLIENT_MAX_RETRIES": "1",
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from islands import names
 from tasks import collecting
 from tasks.merging import Synchronizer
 from tasks.runs import Run
@@ -34,5 +35,6 @@ def close_run(run: Run, synchronizer: Synchronizer) -> Score | None:
             score.bits_per_byte,
             score.bigram,
         )
-    collecting.finish(run, synchronizer.verdicts())
+    if run.store.read(names.FINISHED) is None:  # another `train` may have been quicker
+        collecting.finish(run, synchronizer.verdicts())
     return score

@@ -22,6 +22,7 @@ from islands.retention import (
     newest_checkpoints,
 )
 from islands.types import DamagedObject, manifest_from_json
+from islands.versions import Commit
 from tasks import records
 from tasks.clockwork import Kind
 from tasks.runs import Run
@@ -33,8 +34,10 @@ def collect(run: Run) -> int:
     """Delete what the rules name and return how many objects went; nothing under retention = "all"."""
     if run.config.retention == "all":
         return 0
+    # The heads before the names: a snapshot that appears in between names these versions, or later ones.
+    heads = find_heads(run)
     present = live_names(run)
-    doomed = collectable(present, retention_facts(run, present))
+    doomed = collectable(present, retention_facts(run, present, heads))
     for name in doomed:
         run.store.delete(name)
     return len(doomed)
@@ -54,12 +57,17 @@ def live_names(run: Run) -> list[str]:
     return [names.RUN, *(name for folder in folders for name in run.store.list_names(f"{folder}/"))]
 
 
-def retention_facts(run: Run, present: list[str]) -> Facts:
-    """Return what the retention rules depend on, read from the store."""
-    heads = [
+def find_heads(run: Run) -> list[Commit]:
+    """Return the newest version of every fragment, without reading its whole history."""
+    present = run.store.list_names("payloads/versions/")
+    return [
         records.find_head(run.store, layout.index, _known_version(present, layout.index))[0]
         for layout in run.layouts
     ]
+
+
+def retention_facts(run: Run, present: list[str], heads: list[Commit]) -> Facts:
+    """Return what the retention rules depend on, read from the store."""
     numbered = [number for name in present if (number := names.number_of(name)) is not None]
     snapshots = kept_snapshots(
         [n for n in numbered if names.snapshot(n) in present], best_snapshots(run)

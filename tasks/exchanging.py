@@ -1,4 +1,4 @@
-"""A learner's side of the store: register, push, fetch, checkpoint, leave.
+"""A learner's side of the store: push, fetch, checkpoint.
 
 Knows records and the learner's copies; must not know when any of it is due, nor a synchronizer.
 """

@@ -6,6 +6,7 @@ arguments; everything else can be read again from the store.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,14 @@ class Roster:
         return Members(incarnations, frozenset(listed), records.departed(store))
 
 
+def open_views(run: Run) -> list[View]:
+    """Return a view of every fragment; heads are looked for from the newest snapshot on."""
+    known = records.known_versions(run.store, len(run.layouts))
+    return [View(run, layout, version) for layout, version in zip(run.layouts, known, strict=True)]
+
+
 class View:
-    """What is known of one fragment.
+    """What is known of one fragment; `known` is a version that exists.
 
     Attributes:
         layout: the fragment.
@@ -73,7 +80,7 @@ class View:
         damaged: name -> verdict of what cannot be read or folded.
     """
 
-    def __init__(self, run: Run, layout: FragmentLayout) -> None:
+    def __init__(self, run: Run, layout: FragmentLayout, known: int = 0) -> None:
         self.layout = layout
         self.offers: dict[str, tuple[Contribution, str]] = {}
         self.damaged: dict[str, Verdict] = {}
@@ -84,7 +91,7 @@ class View:
             str, float
         ] = {}  # seconds from opening a head to a learner's contribution, running mean
         self._missed: dict[str, int] = {}
-        self.head, digest = records.find_head(run.store, layout.index)
+        self.head, digest = records.find_head(run.store, layout.index, known)
         self._digests = {self.head.version: digest}
         self._refused = {self.head.version: {verdict.name for verdict in self.head.refused}}
         for version in range(
@@ -191,13 +198,13 @@ class View:
         )
 
     def quorum_stamp(self) -> float:
-        """Return when enough learners had something here, by their own stamps; 0 while there are too few."""
+        """Return when enough learners had something here, by their own stamps; NaN while there are too few."""
         first: dict[str, float] = {}
         for offer, _ in self.offers.values():
             at = offer.telemetry.at
             first[offer.learner] = min(at, first.get(offer.learner, at))
         quorum = self._run.config.quorum
-        return sorted(first.values())[quorum - 1] if len(first) >= quorum else 0.0
+        return sorted(first.values())[quorum - 1] if len(first) >= quorum else math.nan
 
     def refusals(self, lineage: Lineage) -> list[Verdict]:
         """Return what is refused and no commit has recorded yet, ordered by name."""

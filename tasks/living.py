@@ -78,7 +78,7 @@ class Life:
         self._num_timed = 0
         self._loss = 0.0
         self._useful = 0.0
-        self._allocated = 0.0
+        self._begun_at: float | None = None  # on its thread's clock: when it first trained
         self._saved_at = time.monotonic()
         since = "starts" if past.last is None else "comes back"
         text = f"{name} {since} as incarnation {past.incarnation} at step {self._learner.position.step}"
@@ -92,12 +92,8 @@ class Life:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a later incarnation of this learner is known to have registered."""
-        try:
-            newest = records.newest_incarnation(self.run.store, self.island.name)
-        except StoreUnavailable:  # no reason to give up a healthy learner
-            return self._receiver.reason == "superseded"
-        return newest > self.incarnation
+        """Whether a later incarnation of this learner is known to have registered; asks nobody, so it never waits."""
+        return self._receiver.reason == "superseded"
 
     def train(self, seconds: float) -> Stretch:
         """Train for so long, or until the share is trained or somebody asks to stop; return how it went.
@@ -107,6 +103,7 @@ class Life:
             LearnerLost: nothing can be exchanged any more.
         """
         learner, begun = self._learner, time.perf_counter()
+        self._begun_at = begun if self._begun_at is None else self._begun_at
         first_step, now = learner.position.step, begun
         self._receiver.forget_stop()
         while (reason := self._why_end()) is None and now < begun + seconds:
@@ -174,7 +171,6 @@ class Life:
             self._save()
         now = time.perf_counter()
         self._useful += trained - begun
-        self._allocated += now - begun
         return now
 
     def _adopt(self, fragment: int, arrived: Arrived) -> None:
@@ -222,7 +218,10 @@ class Life:
         return Standing(self._learner.record(""), self._step_seconds, telemetry)
 
     def _idle_share(self) -> float:
-        return 1.0 - self._useful / self._allocated if self._allocated > 0 else 0.0
+        """Return what share of the seconds since it first trained, between segments too, went elsewhere."""
+        if self._begun_at is None:
+            return 0.0
+        return 1.0 - self._useful / max(self._useful, time.perf_counter() - self._begun_at)
 
     # --- saving and ending ---
 

@@ -27,7 +27,7 @@ from islands.quorum import Wait, decide
 from islands.types import DamagedObject, VersionTaken
 from islands.versions import Commit, Snapshot
 from tasks import records
-from tasks.inbox import Members, Roster, View
+from tasks.inbox import Members, Roster, View, open_views
 from tasks.publishing import fold_contributions, step_chunks, write_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
@@ -61,7 +61,7 @@ class Synchronizer:
         self.number: int | None = None
         self._new_attempt = new_attempt
         self._stamp = stamp
-        self._views = [View(run, layout) for layout in run.layouts]
+        self._views = open_views(run)
         self._roster = Roster(run)
 
     def poll(self, *, now: float) -> Polled:
@@ -258,4 +258,6 @@ class Synchronizer:
         try:
             records.write(self.run.store, names.snapshot(snapshot.number), snapshot.to_json())
         except VersionTaken:
-            return  # another synchronizer named the same moment
+            # Another synchronizer named the same moment, or the one before: the last moment must be named.
+            if is_last:
+                self._snapshot(is_last=True)

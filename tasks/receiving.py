@@ -119,6 +119,8 @@ class Receiver:
                 pause, rest = _FIRST_PAUSE_SECONDS, self.poll_seconds
             else:
                 rest, pause = pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if self.reason in ("superseded", "finished", "left"):
+                return  # for good: nothing more will be adopted
             self._wakes.wait(rest)
 
     def _care(self, num_pardons: int) -> None:

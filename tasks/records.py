@@ -82,6 +82,20 @@ def find_head(store: Store, fragment: int, known: int = 0) -> tuple[Commit, str]
     return head
 
 
+def known_versions(store: Store, num_fragments: int) -> list[int]:
+    """Return, per fragment, a version that exists for sure: of the newest snapshot, else 0. Heads are no older."""
+    for number in sorted(numbers_in(store, "snapshots"), reverse=True):
+        name = names.snapshot(number)
+        try:
+            found = read(store, name)
+            if found is not None:
+                versions: tuple[int, ...] = parsed(name, snapshot_from_json, found[0]).versions
+                return list(versions) if len(versions) == num_fragments else [0] * num_fragments
+        except DamagedObject:
+            continue
+    return [0] * num_fragments
+
+
 def read_contribution(store: Store, name: str) -> tuple[Contribution, str] | None:
     """Return (contribution, digest), or None if it is gone.
 

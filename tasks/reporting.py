@@ -69,7 +69,12 @@ def status(run: Run, before: Status | None = None) -> Status:
             f"a run to look at must be created whole, got {run.run_id!r}, whose creation was interrupted; "
             f"`diloco resume {run.run_id}` completes it"
         )
-    known = [0] * len(run.layouts) if before is None else [f.version for f in before.fragments]
+    num_fragments = len(run.layouts)
+    known = (
+        records.known_versions(run.store, num_fragments)
+        if before is None
+        else [fragment.version for fragment in before.fragments]
+    )
     heads = [records.find_head(run.store, p, version)[0] for p, version in enumerate(known)]
     lasts = {island.name: last_link(run, island.name) for island in run.config.islands}
     trained = {name: 0 if link is None else link.trained for name, link in lasts.items()}

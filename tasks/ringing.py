@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tasks import records
-from tasks.inbox import Roster, View
+from tasks.inbox import Roster, open_views
 from tasks.runs import Run
 
 # How long a call may go unanswered before the next one.
@@ -58,7 +58,7 @@ class Bell:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._roster = Roster(run)
-        self._views = [View(run, layout) for layout in run.layouts]
+        self._views = open_views(run)
         self.num_merges = -1
         self._since: float | None = None  # a quorum is complete, and no head has moved
 

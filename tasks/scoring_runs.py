@@ -6,7 +6,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from islands import names
-from islands.types import DamagedObject
+from islands.types import IslandsError
 from tasks import records
 from tasks.collecting import SUITE
 from tasks.runs import Run, list_runs, open_run
@@ -32,7 +32,7 @@ def unscored(store_url: str, run_id: str, snapshot: int | None) -> list[tuple[st
                 number = newest_snapshot(run)
                 if number is not None and run.store.read(names.evaluation(SUITE, number)) is None:
                     found.append((each, None))
-        except DamagedObject as exc:
+        except IslandsError as exc:
             # One damaged run must not keep the others from their scores.
             get_run_logger().warning("run %s: %s", each, exc)
     return found

@@ -44,8 +44,8 @@ class Stretch:
     """What one stretch of training did.
 
     `outcome`: "goes on", "left" (for good: its share is trained and pushed, or it was written off), "stopped",
-    "superseded" or "finished". `idle_share`:
-    of its thread's seconds since the incarnation began, those in neither training steps nor adoptions.
+    "superseded" or "finished". `idle_share`: of its thread's seconds since the incarnation began, those in neither
+    training steps nor adoptions.
     """
 
     outcome: str

@@ -14,6 +14,7 @@ from prefect import get_run_logger
 from prefect.runtime import flow_run
 
 from infra import deployments, settings
+from infra.store import open_store
 from islands.config import RunConfig, config_from_json
 from islands.types import ConfigError, ServiceUnavailable
 from tasks import stopping, tracking
@@ -44,6 +45,8 @@ def open_or_create(
     from tasks import creating  # torch
 
     checked = settled(config)
+    # Other processes, in other folders, must come to the same place, and to the same names for it.
+    checked = checked.model_copy(update={"store": open_store(checked.store).url})
     if resume:
         if run_id is None:
             raise ConfigError(

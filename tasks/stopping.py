@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from islands import names
-from islands.types import VersionTaken
+from islands.types import DamagedObject, VersionTaken
 from tasks import records
 from tasks.records import NewAttempt
 from tasks.runs import Run
@@ -22,6 +22,8 @@ FOLDER = "stops"
 def ask(run: Run, *, is_stop: bool, reason: str, mark: str, island: str | None = None) -> None:
     """Ask everybody (or one island) to stop at the next step boundary with a checkpoint, or to go on.
 
+    Of a run that has finished nothing is asked any more.
+
     Args:
         run: the run.
         is_stop: stop, or go on.
@@ -29,6 +31,8 @@ def ask(run: Run, *, is_stop: bool, reason: str, mark: str, island: str | None =
         mark: text no other entry has.
         island: whom it concerns; None for all.
     """
+    if run.store.read(names.FINISHED) is not None:
+        return  # nobody is left to hear it, and the end lists everything
     body = {"is_stop": is_stop, "reason": reason, "island": island, "mark": mark}
     for number in count(records.next_number(run.store, FOLDER)):
         try:
@@ -62,8 +66,11 @@ def _newest(run: Run, island: str | None) -> tuple[str | None, bool] | None:
     """Return (whom, is_stop) of the newest entry that concerns an island; for None, that concerns everybody."""
     for number in sorted(records.numbers_in(run.store, FOLDER), reverse=True):
         name = names.numbered(FOLDER, number)
-        body, _ = records.require(run.store, name)
-        whom, is_stop = records.parsed(name, _read, body)
+        try:
+            body, _ = records.require(run.store, name)
+            whom, is_stop = records.parsed(name, _read, body)
+        except DamagedObject:
+            continue  # `verify` names it; it must not end whoever looks here
         if whom is None or whom == island:
             return whom, is_stop
     return None

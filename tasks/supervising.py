@@ -26,16 +26,23 @@ from tasks.runs import Run
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 _COLLECT_SECONDS = 30.0
+# A flow run whose process died together with what watched it looks alive to Prefect for ever.
+_DOUBT_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Post:
-    """An island as its supervisor sees it: the flow run that trains it, and how often that was replaced."""
+    """An island as its supervisor sees it: the flow run that trains it, and how often that was replaced.
+
+    `doubted_since`: when a flow run that was found, not started, was taken over, until it shows a sign of life.
+    """
 
     flow_run: str
     state: RunState = field(default_factory=RunState)
     num_restarts: int = 0
     seen_trained: int = 0
+    doubted_since: float | None = None
+    sign: tuple[int, int] = (-1, 0)
 
 
 @dataclass(slots=True)
@@ -105,11 +112,31 @@ class Supervisor:
                 post.state = deployments.state_of(post.flow_run)
             if post.state.is_over:
                 self._replace(island.name, post)
+            elif post.doubted_since is not None:
+                self._doubt(island.name, post, post.doubted_since)
 
     def _begin(self, island: str) -> Post:
-        """Adopt a living flow run of this island, or start one."""
+        """Take over a living flow run of this island, or start one."""
         living = deployments.living_run("island", self._tags(island))
-        return Post(living or self._start(island))
+        if living is None:
+            return Post(self._start(island))
+        return Post(living, doubted_since=time.monotonic(), sign=self._sign_of_life(island))
+
+    def _doubt(self, island: str, post: Post, since: float) -> None:
+        """Start an island's flow again if the one taken over shows no sign of life; two of them fence each other."""
+        if self._sign_of_life(island) != post.sign:
+            post.doubted_since = None
+            return
+        patience = max(_DOUBT_SECONDS, 3 * self.run.config.pipeline.checkpoint_seconds)
+        if time.monotonic() - since > patience:
+            self.log.warning("the flow of %s shows no sign of life: started again", island)
+            post.flow_run, post.state = self._start(island), RunState()
+            post.doubted_since = None
+
+    def _sign_of_life(self, island: str) -> tuple[int, int]:
+        link = history.last_link(self.run, island)
+        newest = records.newest_incarnation(self.run.store, island)
+        return newest, 0 if link is None else link.trained
 
     def _start(self, island: str) -> str:
         run = self.run
@@ -125,11 +152,14 @@ class Supervisor:
         return [tag_of(self.run), f"island:{island}"]
 
     def _replace(self, island: str, post: Post) -> None:
-        """Start an island's flow again, with a limit; a cancelled one stays away while others train."""
+        """Start an island's flow again, with a limit.
+
+        A cancelled one stays away while others train. When nobody does, the run stops: it can go on later, with all.
+        """
         if post.state.kind == "CANCELLED":
             others = {i.name for i in self.run.config.islands} - {island}
             if others <= records.departed(self.run.store) | self._cancelled():
-                self._write_off(island, "was cancelled, and nobody else trains any more")
+                ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else trains")
             return
         link = history.last_link(self.run, island)
         trained = 0 if link is None else link.trained
@@ -144,7 +174,9 @@ class Supervisor:
             post.state.kind,
             post.state.message,
         )
-        post.flow_run, post.state = self._start(island), RunState()
+        # The answer to an earlier start may have been lost on its way.
+        living = deployments.living_run("island", self._tags(island))
+        post.flow_run, post.state = living or self._start(island), RunState()
         post.num_restarts += 1
 
     def _cancelled(self) -> set[str]:
@@ -152,6 +184,9 @@ class Supervisor:
 
     def _write_off(self, island: str, why: str) -> None:
         self.log.error("%s %s: it leaves with its last account", island, why)
+        history.register(
+            self.run, island, new_attempt, stamp=time.time
+        )  # fences off one that lives
         history.write_off(self.run, island, stamp=time.time)
 
     def _watch_quorum(self, now: float) -> None:

@@ -27,7 +27,7 @@ from islands.types import DamagedObject, Manifest, manifest_from_json
 from islands.versions import Commit, commit_from_json, snapshot_from_json
 from tasks import records
 from tasks.balancing import balance, check_chains
-from tasks.collecting import live_names, retention_facts
+from tasks.collecting import find_heads, live_names, retention_facts
 from tasks.evidence import Evidence, Verification
 from tasks.runs import open_run
 
@@ -48,7 +48,7 @@ def verify(store_url: str, run_id: str) -> Verification:
         return found
     try:
         run = open_run(store_url, run_id)
-        facts = retention_facts(run, live_names(run))
+        facts = retention_facts(run, live_names(run), find_heads(run))
     except DamagedObject as exc:
         found.note(exc.name, exc.problem)
         return found

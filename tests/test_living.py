@@ -533,9 +533,16 @@ def test_after_an_exception_the_next_segment_begins_a_new_incarnation(
 def test_a_warm_learner_that_was_superseded_gives_way_to_a_new_incarnation(
     tmp_path: Path, train_here: Any
 ) -> None:
+    from tasks import segments
+
     run = solo(tmp_path, LONG)
     train_here(segment_of(run))
     history.register(run, NAME, records.new_attempt, stamp=time.time)
+    (warm,) = segments._lives.values()
+    ends = time.monotonic() + 20
+    while not warm.is_superseded:  # its receiver looks about once a second
+        assert time.monotonic() < ends
+        time.sleep(0.05)
     again = train_here(segment_of(run))
     assert (again.outcome, again.incarnation) == ("goes on", 2)
     require_sound(run)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from islands import names
 from tasks import creating, records, stopping
 from tasks.runs import Run
 from tasks.verifying import verify
@@ -129,3 +130,18 @@ def test_those_who_ask_at_the_same_moment_all_get_a_number(run: Run) -> None:
     written = {records.require(run.store, f"stops/{number}.json")[0]["mark"] for number in numbers}
     assert written == {f"thread-{who}" for who in range(8)}
     require_sound(run)
+
+
+def test_of_a_finished_run_nothing_is_asked_and_it_stays_sound(tmp_path: Path) -> None:
+    finished = runs.train(runs.tiny_config(tmp_path))
+    ask(finished, None)
+    assert records.numbers_in(finished.store, stopping.FOLDER) == []
+    require_sound(finished)
+
+
+def test_a_damaged_request_is_passed_over_and_named_by_verify(run: Run) -> None:
+    ask(run, None)
+    run.store.create(names.numbered(stopping.FOLDER, 1), b"no record")
+    assert asked(run) == {None, *ISLANDS}
+    named = [problem.name for problem in verify(run.store_url, run.run_id).problems]
+    assert named == ["stops/1.json"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
@@ -15,6 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.services import Services
 from islands import names
+from islands.sections import PipelineConfig
 from tasks import history, records, stopping, supervising
 from tasks.clockwork import Kind
 from tasks.local import Driver
@@ -138,21 +141,27 @@ def test_a_cancelled_island_stays_away_while_others_train(run: Run) -> None:
     assert ticked(supervisor) == first
     assert records.departed(run.store) == {"north"}
     write(run, "west")
+    assert supervisor.outlook() == "goes on"
     ticked(supervisor)
-    assert records.departed(run.store) == set(ISLANDS)
+    assert supervisor.outlook() == "stopped"
+    assert records.departed(run.store) == {"north", "west"}
     assert len(all_of(run)) == 3
 
 
 @pytest.mark.slow
-def test_when_every_island_is_cancelled_all_are_written_off(run: Run) -> None:
+def test_when_every_island_is_cancelled_the_run_stops_and_can_go_on(run: Run) -> None:
     supervisor = Supervisor(run, LOG)
     for flow_run in ticked(supervisor).values():
         end(flow_run, StateType.CANCELLED)
     ticked(supervisor)
-    ticked(supervisor)
-    assert supervisor.outlook() == "left"
+    assert supervisor.outlook() == "stopped"
     assert supervisor.are_all_away()
-    assert len(all_of(run)) == 3
+    assert records.departed(run.store) == frozenset()
+    stopping.let_go_on(run, records.new_attempt)
+    again = Supervisor(run, LOG)
+    assert len(ticked(again)) == 3
+    assert again.outlook() == "goes on"
+    assert len(all_of(run)) == 6
 
 
 @pytest.mark.slow
@@ -295,3 +304,36 @@ def test_it_waits_for_islands_to_be_away_and_not_for_ever(run: Run) -> None:
     with temporary_settings({PREFECT_API_URL: NOBODY}):
         assert not supervising.wait_until_away(supervisor, 1.0)
     assert supervising.wait_until_away(supervisor, 10.0)
+
+
+# --- flow runs that only look alive ---
+
+
+@pytest.mark.slow
+def test_a_flow_run_taken_over_that_shows_no_sign_of_life_is_replaced(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ticked(Supervisor(run, LOG))
+    end(first["east"], StateType.RUNNING)  # its process is gone, and so is what watched it
+    end(first["west"], StateType.RUNNING)
+    monkeypatch.setattr(supervising, "_DOUBT_SECONDS", 0.0)
+    patient = replace(
+        run,
+        config=run.config.model_copy(update={"pipeline": PipelineConfig(checkpoint_seconds=0.01)}),
+    )
+    second = Supervisor(patient, LOG)
+    assert ticked(second)["east"] == first["east"]
+    history.register(run, "west", records.new_attempt, stamp=time.time)  # this one lives
+    time.sleep(0.1)
+    found = ticked(second)
+    assert found["east"] != first["east"]
+    assert found["west"] == first["west"]
+
+
+@pytest.mark.slow
+def test_a_flow_run_that_was_deleted_counts_as_ended(run: Run) -> None:
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    with get_client(sync_client=True) as client:
+        client.delete_flow_run(UUID(first["north"]))
+    assert ticked(supervisor)["north"] != first["north"]
