@@ -38,6 +38,8 @@ ERR = Console(highlight=False, markup=False, emoji=False, stderr=True)
 # Without a terminal a line is printed at each of these shares of the work.
 _LINES = 10
 _WATCH_SECONDS = 2.0
+# A smaller stamp counts base steps.
+_FIRST_WALL_CLOCK = 1e8
 # A table for a file or a pipe takes the width it needs.
 _UNBOUNDED_WIDTH = 1000
 
@@ -190,7 +192,16 @@ def show_status(status: Status) -> None:
         f"merged share {status.merged_share:.3f}"
     )
     OUT.print()
-    numbers = ("incarnation", "step", "tokens", "share", "merged\nshare", "staleness")
+    numbers = (
+        "life",
+        "step",
+        "tokens",
+        "tokens\n/s",
+        "share",
+        "merged\nshare",
+        "stale",
+        "last\nseen",
+    )
     rows = [
         (
             i.name,
@@ -200,10 +211,12 @@ def show_status(status: Status) -> None:
             str(i.incarnation) if i.incarnation >= 0 else "-",
             f"{i.step:,}",
             f"{i.tokens:,}",
+            f"{i.tokens_per_second:,.0f}" if i.tokens_per_second else "-",
             f"{i.share:.3f}",
             f"{i.merged_share:.3f}",
             # What was merged after an island had left it has nothing to be late for.
             "-" if i.state == "left" else str(i.staleness),
+            _seen(i.last_seen),
         )
         for i in status.islands
     ]
@@ -223,6 +236,19 @@ def show_status(status: Status) -> None:
             for f in status.fragments
         ],
     )
+
+
+def _seen(stamp: float) -> str:
+    """Say when an island wrote something last: how long ago, or at which base step of the local driver."""
+    if stamp <= 0:
+        return "-"
+    if stamp < _FIRST_WALL_CLOCK:
+        return f"step {stamp:.0f}"
+    ago = max(0.0, time.time() - stamp)
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if ago >= size:
+            return f"{ago / size:.0f} {unit} ago"
+    return f"{ago:.0f} s ago"
 
 
 def show_ledger(found: Verification) -> None:

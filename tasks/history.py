@@ -11,6 +11,7 @@ from typing import Any
 
 from islands import names
 from islands.ledger import FragmentClock, LearnerRecord, record_from_json
+from islands.parsing import parse
 from islands.types import DamagedObject, Position, VersionTaken
 from tasks import records
 from tasks.records import NewAttempt, Stamp
@@ -105,6 +106,18 @@ def last_link(run: Run, learner: str) -> LearnerRecord | None:
     return look_back(run, learner).last if farewell is None else farewell[0]
 
 
+def last_seen(run: Run, learner: str) -> float:
+    """Return the stamp on the newest thing a learner wrote, by its own clock; 0 if it has written nothing readable."""
+    number = records.newest_incarnation(run.store, learner)
+    newest = [names.left(learner), *checkpoints(run, learner)[:1]]
+    newest += [names.incarnation(learner, number)] if number >= 0 else []
+    for layout in run.layouts:
+        inbox = run.store.list_names(f"inbox/f{layout.index:04d}/{learner}/")
+        keys = [(key.stop, name) for name in inbox if (key := names.parse_contribution(name))]
+        newest += [name for _, name in sorted(keys)[-1:]]
+    return max((_stamp_on(run, name) for name in newest), default=0.0)
+
+
 def write_off(run: Run, learner: str, *, stamp: Stamp) -> None:
     """Leave in the name of a learner that will not come back, with the last account it wrote."""
     past = look_back(run, learner)
@@ -128,6 +141,16 @@ def leave(run: Run, record: LearnerRecord, *, stamp: Stamp) -> str:
         return records.write(run.store, name, {"record": record.to_json(), "at": stamp()})
     except VersionTaken:
         return records.require(run.store, name)[1]
+
+
+def _stamp_on(run: Run, name: str) -> float:
+    """Return when a record says it was written; 0 if it is not there, or does not say."""
+    try:
+        found = records.read(run.store, name)
+        body = {} if found is None else found[0]
+        return float(parse(float, body.get("telemetry", body).get("at", 0.0)))
+    except (DamagedObject, ValueError, AttributeError):
+        return 0.0
 
 
 def _healthy_link(run: Run, learner: str, name: str) -> tuple[LearnerRecord, str] | None:

@@ -10,7 +10,7 @@ from islands.ledger import LearnerRecord
 from islands.types import IslandsError
 from islands.versions import Commit
 from tasks import records
-from tasks.history import last_link
+from tasks.history import last_link, last_seen
 from tasks.runs import Run
 
 
@@ -19,7 +19,9 @@ class IslandStatus:
     """One island as its newest record and the heads say.
 
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
-    most versions its bases lie behind the heads; `state`: "waiting", "training" or "left".
+    most versions its bases lie behind the heads; `state`: "waiting", "training" or "left". `tokens_per_second`: while
+    it trains, as last merged, 0 while unknown. `last_seen`: stamp on the newest thing it wrote, by its own clock:
+    seconds since 1970, or base steps of the local driver; 0 if there is none.
     """
 
     name: str
@@ -32,6 +34,8 @@ class IslandStatus:
     merged_share: float
     staleness: int
     refused: dict[str, int]
+    tokens_per_second: float = 0.0
+    last_seen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,15 @@ def _island(
         else 0.0,
         staleness=max(behind, default=0),
         refused=refused,
+        tokens_per_second=_pace(run, name, tallies),
+        last_seen=last_seen(run, name),
     )
+
+
+def _pace(run: Run, name: str, tallies: list[Tally]) -> float:
+    newest = max(tallies, key=lambda tally: tally.consumed_to)
+    num_tokens = run.island(name).batch_size * run.config.model.context
+    return num_tokens / newest.step_seconds if newest.step_seconds > 0 else 0.0
 
 
 def _fragment(run: Run, head: Commit, is_finished: bool) -> FragmentStatus:
