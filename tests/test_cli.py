@@ -21,6 +21,7 @@ from flows import screen
 from flows.cli import run_command
 from infra import deployments, services, settings
 from infra.services import Services
+from islands.config import parse_config
 from tasks.reporting import FragmentStatus, IslandStatus, Status
 from tasks.runs import open_run
 
@@ -542,10 +543,28 @@ def test_a_local_run_that_ended_before_its_first_checkpoint_goes_on_locally(desk
     assert desk.on("resume", "--detach").err.startswith("--detach needs a process that goes on")
 
 
-def test_stopping_a_run_without_a_prefect_server_names_the_remedies(desk: Desk) -> None:
+def create(desk: Desk, run: str) -> None:
+    """Create a run that nobody trains yet."""
+    from tasks import creating
+
+    text = desk.config.read_text(encoding="utf-8")
+    config = parse_config(text, assignments=[f'store="{desk.url}"'], source="desk")
+    prepared = creating.prepare_run(config, run)
+    creating.create_run(prepared, creating.attempts_of(prepared))
+
+
+def test_a_request_to_stop_lies_in_the_store_also_without_a_prefect_server(desk: Desk) -> None:
+    create(desk, "first")
+    require_no_prefect(desk.on("stop"))
+    assert (desk.store / "first" / "stops" / "0.json").exists()
+
+
+def test_what_is_over_or_trained_by_the_local_driver_is_not_stopped(desk: Desk) -> None:
     desk.train("--set", "total_tokens=64")
     before = desk.objects()
-    require_no_prefect(desk.on("stop"))
+    said = desk.on("stop")
+    assert said.status == 2
+    assert "must not have ended" in said.err
     assert desk.objects() == before
 
 
@@ -586,7 +605,7 @@ def test_a_server_that_only_the_home_tells_of_is_found_by_train_and_stop(
     with temporary_settings({PREFECT_API_URL: deployed.prefect_api_url}):
         assert deployments.state_of(told["flow_run"]).kind == "SCHEDULED"
     assert not (desk.store / "first").exists()  # the flow creates it, once somebody serves
-    desk.train("--set", "total_tokens=64", run="second")
+    create(desk, "second")
     process = spawn("stop", "second", "--store", desk.url)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
