@@ -7,6 +7,7 @@ source that breaks the rule has some.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -19,6 +20,10 @@ from typing import NamedTuple
 
 import pytest
 
+NEEDS_SERVICES = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("prefect", "mlflow")),
+    reason="Prefect or MLflow is not installed",
+)
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "infra", "islands")
 Sources = Mapping[str, str]
@@ -489,6 +494,7 @@ def test_the_synchronizers_loop_imports_without_torch_dask_and_prefect() -> None
     assert problems == []
 
 
+@NEEDS_SERVICES
 def test_the_synchronizers_flow_imports_without_torch_dask_and_mlflow() -> None:
     unwanted = ("torch", "dask", "distributed", "mlflow", "matplotlib")
     limit = LONGEST_FLOW_IMPORT_SECONDS

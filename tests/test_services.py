@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -21,6 +22,10 @@ import pytest
 from infra import services, settings
 from infra.services import Service, Services, ServiceUnavailable
 
+NEEDS_SERVICES = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("prefect", "mlflow")),
+    reason="Prefect or MLflow is not installed",
+)
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (sys.executable, "-I", "-S", "-c")
 NOBODY = "http://127.0.0.1:9/api"  # the discard port: nothing listens there
@@ -513,6 +518,7 @@ def get(url: str) -> bytes:
     return body
 
 
+@NEEDS_SERVICES
 @pytest.mark.slow
 def test_prefect_and_mlflow_start_on_other_ports_than_taken_ones_and_are_gone_afterwards(
     tmp_path: Path,
@@ -544,6 +550,7 @@ def test_prefect_and_mlflow_start_on_other_ports_than_taken_ones_and_are_gone_af
                 get(url)
 
 
+@NEEDS_SERVICES
 @pytest.mark.slow
 def test_prefect_and_mlflow_are_gone_after_their_starter_was_killed(tmp_path: Path) -> None:
     kill_a_starter(tmp_path, serve(tmp_path))
