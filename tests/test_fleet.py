@@ -189,7 +189,7 @@ def _synchronizers(services: Fleet, run: str) -> list[str]:
 
 def test_services_whose_starter_is_killed_go_with_all_they_started(services: Fleet) -> None:
     """The last test here: nothing is left of the services after it."""
-    services.begin("orphan", 4_000_000)
+    services.begin("orphan", 400_000_000)
     wait_until(lambda: services.learner("orphan", "west")[0] == 0, 90)
     services.process.kill()
     wait_until(lambda: not [pid for pid in processes() if is_of(pid, services.folder)], 90)
