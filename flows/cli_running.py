@@ -53,7 +53,7 @@ def up(
     ] = EVALUATE_SECONDS,
 ) -> int:
     """Start Prefect, MLflow and the deployments on this machine, and stop them at Ctrl-C."""
-    url = shared_store(store_url(store))
+    url = absolute_store(store_url(store))
     with following.stopping("stopping what was started; runs save their state") as is_stopped:
         home = settings.home()
         serve = serve_command(url, evaluate_seconds)
@@ -110,7 +110,7 @@ def train(
         from tasks.sharing import require_shareable
 
         require_shareable(settled)
-        settled = settled.model_copy(update={"store": shared_store(settled.store)})
+        settled = settled.model_copy(update={"store": absolute_store(settled.store)})
         name = next_run_id(settled.store, "run") if run is None else run
         creating.prepare_run(settled, name)  # what can be refused, is, before anything begins
         return _train_there(settled, name, is_stopped, resume=False, detach=detach, json=json)
@@ -133,7 +133,7 @@ def resume(
         from tasks.runs import change_config, require_unfinished
         from tasks.sharing import require_shareable, was_local
 
-        opened = require_unfinished(open_named(run, shared_store(store_url(store))))
+        opened = require_unfinished(open_named(run, absolute_store(store_url(store))))
         if driver == "local" or (driver is None and was_local(opened)):
             _refuse_to_detach(detach)
             opened = change_config(opened, set_, settings.environment())
@@ -152,7 +152,7 @@ def stop(run: RunName, /, *, store: StoreUrl = None) -> int:
     from tasks.runs import require_unfinished
     from tasks.sharing import was_local
 
-    opened = require_unfinished(open_named(run, shared_store(store_url(store))))
+    opened = require_unfinished(open_named(run, absolute_store(store_url(store))))
     if was_local(opened):
         raise ConfigError(
             f"a run to stop must be one that Prefect trains, got {run!r}, which the local driver trains; "
@@ -204,11 +204,6 @@ def is_served(found: Services) -> bool:
     from infra import deployments
 
     return deployments.are_served()
-
-
-def shared_store(url: str) -> str:
-    """Return a store's URL as other processes can use it."""
-    return absolute_store(url)
 
 
 # --- the two drivers ---

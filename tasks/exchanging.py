@@ -201,13 +201,18 @@ def fetch_heads(run: Run) -> list[Base]:
     return bases
 
 
-def newest_checkpoint(run: Run, learner: str) -> Saved | None:
-    """Return the newest checkpoint that is whole; damaged ones are passed over."""
+def newest_checkpoint(run: Run, learner: str, last: LearnerRecord) -> Saved | None:
+    """Return the newest whole checkpoint up to a learner's last link; damaged ones are passed over.
+
+    A predecessor that does not know yet that it is superseded may write a later one: that is no part of the past.
+    """
     for name in history.checkpoints(run, learner):
         try:
-            return read_checkpoint(run, name)
+            saved = read_checkpoint(run, name)
         except DamagedObject:
             continue
+        if records.progress(saved.state.record) <= records.progress(last):
+            return saved
     return None
 
 

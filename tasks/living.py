@@ -17,9 +17,8 @@ from islands import names
 from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
 from islands.fragments import own_period
-from islands.learner import LearnerState
 from islands.ledger import LearnerRecord
-from islands.types import DamagedObject, LearnerLost, Refused, StoreUnavailable
+from islands.types import LearnerLost, Refused, StoreUnavailable
 from tasks import building, exchanging, history, records
 from tasks.exchanging import Exchange
 from tasks.receiving import Arrived, Receiver, newest_version
@@ -65,8 +64,9 @@ class Life:
         if past.last is None:
             self._learner.begin([head.base for head in heads], incarnation=past.incarnation)
         else:
+            saved = exchanging.newest_checkpoint(run, name, past.last)
             self._learner.come_back(
-                _newest_saved(run, name, past.last),
+                None if saved is None else saved.state,
                 past.last,
                 [head.base for head in heads],
                 incarnation=past.incarnation,
@@ -300,18 +300,3 @@ def ended(run: Run, name: str) -> Stretch | None:
         loss=0.0,
         idle_share=0.0,
     )
-
-
-def _newest_saved(run: Run, name: str, last: LearnerRecord) -> LearnerState | None:
-    """Return the newest whole checkpoint up to a learner's last link.
-
-    A predecessor that does not know yet that it is superseded may write a later one: that is no part of the past.
-    """
-    for checkpoint in history.checkpoints(run, name):
-        try:
-            saved = exchanging.read_checkpoint(run, checkpoint)
-        except DamagedObject:
-            continue
-        if records.progress(saved.state.record) <= records.progress(last):
-            return saved.state
-    return None

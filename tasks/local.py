@@ -307,7 +307,7 @@ class Driver:
         if past.last is None:
             learner.begin(heads, incarnation=past.incarnation)
         else:
-            saved = exchanging.newest_checkpoint(self.run, name)
+            saved = exchanging.newest_checkpoint(self.run, name, past.last)
             learner.come_back(
                 None if saved is None else saved.state,
                 past.last,
