@@ -44,12 +44,12 @@ def chunk_length(length: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
     The same for every dtype, so that arrays of one length are cut at the same places.
 
     zarr stores the last chunk at full size, so a 17 MiB array in 16 MiB chunks would take 32 MiB. The fewest chunks
-    that fit are kept, and made equal to within 64 elements.
+    that fit are kept, and made equal to within 128 elements, a block of the codecs.
     """
     limit = max(1, chunk_elements)
     num_chunks = max(1, -(-length // limit))
     even = -(-length // num_chunks)
-    return min(limit, max(1, length), -(-even // 64) * 64 or 1)
+    return min(limit, max(1, length), -(-even // 128) * 128 or 1)
 
 
 class ArrayWriter:
@@ -66,6 +66,7 @@ class ArrayWriter:
         arrays: Mapping[str, tuple[str, int]],
         *,
         chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_lengths: Mapping[str, int] | None = None,
         attributes: Attributes | None = None,
     ) -> None:
         """Create the group's and the arrays' metadata.
@@ -75,6 +76,7 @@ class ArrayWriter:
             folder: the payload's folder, fresh.
             arrays: name -> (numpy dtype name, length in elements). Names hold no "/".
             chunk_elements: the most elements in a chunk.
+            chunk_lengths: array name -> its chunks' length, where it must be another than `chunk_elements` leads to.
             attributes: array name -> JSON attributes to keep beside it, e.g. the true dtype of bfloat16.
 
         Raises:
@@ -91,9 +93,8 @@ class ArrayWriter:
         for name, (dtype, length) in arrays.items():
             if "/" in name:
                 raise ValueError(f"an array's name must hold no '/', got {name!r}")
-            spec = StoredArray(
-                name, np.dtype(dtype).name, length, chunk_length(length, chunk_elements)
-            )
+            chunk = (chunk_lengths or {}).get(name) or chunk_length(length, chunk_elements)
+            spec = StoredArray(name, np.dtype(dtype).name, length, chunk)
             blank, data = _blank_array(
                 spec.dtype, length, spec.chunk_length, json.dumps((attributes or {}).get(name, {}))
             )
@@ -163,6 +164,7 @@ def write_arrays(
     arrays: Mapping[str, np.ndarray[Any, Any]],
     *,
     chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_lengths: Mapping[str, int] | None = None,
     attributes: Attributes | None = None,
 ) -> Manifest:
     """Write whole arrays as one payload, durably; see `ArrayWriter` for arguments and errors.
@@ -174,7 +176,14 @@ def write_arrays(
         if values.ndim != 1:
             raise ValueError(f"{name}: an array must have one dimension, got {values.shape}")
     specs = {name: (values.dtype.name, len(values)) for name, values in arrays.items()}
-    writer = ArrayWriter(store, folder, specs, chunk_elements=chunk_elements, attributes=attributes)
+    writer = ArrayWriter(
+        store,
+        folder,
+        specs,
+        chunk_elements=chunk_elements,
+        chunk_lengths=chunk_lengths,
+        attributes=attributes,
+    )
     for name, values in arrays.items():
         writer.write(name, 0, values)
     return writer.finish()

@@ -380,7 +380,7 @@ class TestWriter:
         (33, 32, 32),
         (40_000, 2**22, 40_000),
         (1000, 640, 512),  # 2 chunks of 640 fit; halves of 500, rounded up to 512
-        (1281, 640, 448),  # 3 chunks of 427
+        (1281, 640, 512),  # 3 chunks of 427, rounded up to 512
         (10, 1, 1),
     ],
 )
