@@ -13,7 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from islands.types import PLAIN_NAME_PATTERN
 
 LARGEST_INTEGER = 2**63 - 1  # TOML promises 64 signed bits, no more
-Codec = Literal["float32", "bfloat16"]
+Codec = Literal["float32", "bfloat16", "int8", "int4", "e3m0"]
+CodecDown = Literal[
+    "float32",
+    "bfloat16",
+    "int8",
+    "int4",
+    "e3m0",
+    "int8-delta",
+    "int4-delta",
+    "e3m0-delta",
+]
 
 
 class Section(BaseModel):
@@ -144,8 +154,13 @@ class SyncConfig(Section):
         description="A contribution this many times longer than the running median and its learner's last is refused.",
     )
     codec: Codec = Field(default="float32", description="Number format of contributions.")
-    codec_down: Codec = Field(
-        default="bfloat16", description="Number format of published parameters."
+    codec_down: CodecDown = Field(
+        default="bfloat16",
+        description='Number format of published parameters; "…-delta" codes their change since the parent version.',
+    )
+    error_feedback: bool = Field(
+        default=True,
+        description="Whether what coding cut off a merged contribution is added to the learner's next one.",
     )
     chunk_bytes: int = Field(
         default=16 * 2**20,

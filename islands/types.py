@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from islands.parsing import parse
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Lower case only: two ids that differ by case alone are one folder on some disks. Both ends alphanumeric keeps out
 # hidden files and options.
 PLAIN_NAME_PATTERN = r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?"

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from infra.arrays import ArrayReader, write_arrays
 from islands import names
+from islands.codecs import coded_length, encode
 from islands.codecs import decode as decoded
-from islands.codecs import encode
 from islands.contributions import Contribution, Lineage, Telemetry, judge
 from islands.fragments import layout_digest, pseudo_gradient
 from islands.learner import Base, Copy, LearnerState
@@ -108,7 +108,11 @@ class Exchange:
             raise Refused(reason, f"{name} was not sent")
         folder = names.payload_folder(name, self._new_attempt())
         payload = write_arrays(
-            run.store, folder, {"delta": encoded.values}, chunk_elements=run.chunk_elements
+            run.store,
+            folder,
+            {"delta": encoded.values},
+            chunk_elements=run.chunk_elements,
+            chunk_lengths={"delta": coded_length(encoded.codec, run.chunk_of(layout))},
         )
         offer = header(payload.to_json())
         self.previous = records.write(run.store, name, offer.to_json())

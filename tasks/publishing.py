@@ -8,13 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from infra.arrays import ArrayReader, ArrayWriter
 from infra.store import Store
 from islands import names
-from islands.codecs import STORED_DTYPE, Encoded, decode, encode
+from islands.codecs import (
+    STORED_DTYPE,
+    Encoded,
+    coded_length,
+    codes_change,
+    decode,
+    encode,
+    wire_codec,
+)
 from islands.contributions import Contribution, Tally
 from islands.merging import BLOCK, Vector, fold, nesterov_step, spans
 from islands.types import DamagedObject, FragmentLayout, Manifest
@@ -29,23 +38,34 @@ NORM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One chunk of a new version: elements start..stop of its three arrays; `public` is coded."""
+    """One chunk of a new version, from element `start` on: the synchronizer's own arrays, and what learners fetch.
+
+    `public` is coded; where it codes a change, `whole` is the values that change leads to.
+    """
 
     start: int
     params: Vector
     momentum: Vector
-    public: Encoded
+    public: Encoded | None
+    whole: Vector | None = None
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return what is stored, by array name."""
+        stored: dict[str, np.ndarray[Any, Any]] = {
+            "params": self.params,
+            "momentum": self.momentum,
+        }
+        if self.public is not None:
+            stored[records.PUBLIC] = self.public.values
+        if self.whole is not None:
+            stored[records.WHOLE] = self.whole
+        return stored
 
 
 def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt: NewAttempt) -> str:
     """Publish version 0 from initial values, with zero momentum; return its digest."""
     codec = run.config.sync.codec_down
-    pieces = (
-        Stepped(
-            start, values[start:stop], values[start:stop] * 0, encode(values[start:stop], codec)
-        )
-        for start, stop in spans(layout.size, run.chunk_of(layout))
-    )
+    pieces = first_chunks(values, codec, run.chunk_of(layout))
     payload = write_version(run, layout, 0, pieces, new_attempt)
     outer = run.config.outer
     commit = Commit(
@@ -67,6 +87,16 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
     return records.write(run.store, names.version(layout.index, 0), commit.to_json())
 
 
+def first_chunks(values: Vector, codec: str, chunk_elements: int) -> Iterator[Stepped]:
+    """Yield version 0 chunk by chunk. It has no parent, so under a codec of changes it is there whole."""
+    for start, stop in spans(values.size, chunk_elements):
+        piece = values[start:stop]
+        if codes_change(codec):
+            yield Stepped(start, piece, piece * 0, None, piece)
+        else:
+            yield Stepped(start, piece, piece * 0, encode(piece, codec))
+
+
 def fold_contributions(
     store: Store,
     layout: FragmentLayout,
@@ -81,14 +111,13 @@ def fold_contributions(
     """
     readers = [ArrayReader(store, offer.payload) for offer in offers]
     for offer in offers:
-        if [array.length for array in offer.payload.arrays] != [layout.size]:
-            raise DamagedObject(
-                offer.name, f"its payload is not one array of {layout.size} elements"
-            )
+        length = coded_length(offer.codec, layout.size)
+        if [array.length for array in offer.payload.arrays] != [length]:
+            raise DamagedObject(offer.name, f"its payload is not one array of {length} numbers")
 
     def read(i: int, start: int, stop: int) -> Vector:
         try:
-            return decode(Encoded(offers[i].codec, readers[i].read("delta", start, stop)))
+            return records.read_span(readers[i], "delta", offers[i].codec, start, stop)
         except DamagedObject as exc:
             raise DamagedObject(offers[i].name, str(exc)) from exc
 
@@ -119,11 +148,10 @@ def step_chunks(
     chunk_elements: int,
 ) -> Iterator[Stepped]:
     """Yield the next version chunk by chunk: the outer step on the parent's own parameters and momentum."""
-    reader = ArrayReader(store, parent.payload)
+    reader, before = ArrayReader(store, parent.payload), records.PublicReader(store, parent)
     for start, stop in spans(delta.size, chunk_elements):
         # The arrays just read are ours alone, so they take the result; in blocks, since every operation makes a copy.
         params, buffer = reader.read("params", start, stop), reader.read("momentum", start, stop)
-        public = np.empty(stop - start, dtype=STORED_DTYPE[codec])
         for first, last in spans(stop - start, BLOCK):
             block = slice(first, last)
             params[block], buffer[block] = nesterov_step(
@@ -133,8 +161,25 @@ def step_chunks(
                 learning_rate=learning_rate,
                 momentum_factor=momentum,
             )
-            public[block] = encode(params[block], codec).values
-        yield Stepped(start, params, buffer, Encoded(codec, public))
+        if codes_change(codec):
+            public, whole = _code_change(before.read(start, stop), params, wire_codec(codec))
+            yield Stepped(start, params, buffer, public, whole)
+        else:
+            yield Stepped(start, params, buffer, encode(params, codec))
+
+
+def _code_change(before: Vector, params: Vector, codec: str) -> tuple[Encoded, Vector]:
+    """Return the coded change from the public values before, and those it leads to.
+
+    What coding cuts off stays in the difference to the parameters, so the next version makes up for it.
+    """
+    coded = np.empty(coded_length(codec, params.size), dtype=STORED_DTYPE[codec])
+    for first, last in spans(params.size, BLOCK):
+        block = slice(first, last)
+        piece = encode(params[block] - before[block], codec)
+        coded[coded_length(codec, first) : coded_length(codec, last)] = piece.values
+        before[block] = records.after_change(before[block], decode(piece))
+    return Encoded(codec, coded, params.shape), before
 
 
 def write_version(
@@ -145,19 +190,22 @@ def write_version(
     new_attempt: NewAttempt,
 ) -> Manifest:
     """Write the payload of a version under a fresh attempt and return its manifest; commits nothing."""
-    public = STORED_DTYPE[run.config.sync.codec_down]
+    codec, size, chunk = run.config.sync.codec_down, layout.size, run.chunk_of(layout)
+    wire = wire_codec(codec)
+    arrays = {"params": ("float32", size), "momentum": ("float32", size)}
+    if codes_change(codec):
+        arrays[records.WHOLE] = ("float32", size)
+    if version > 0 or not codes_change(codec):
+        arrays[records.PUBLIC] = (STORED_DTYPE[wire], coded_length(wire, size))
     writer = ArrayWriter(
         run.store,
         names.payload_folder(names.version(layout.index, version), new_attempt()),
-        {
-            "params": ("float32", layout.size),
-            "momentum": ("float32", layout.size),
-            "public": (public, layout.size),
-        },
+        arrays,
         chunk_elements=run.chunk_elements,
+        chunk_lengths={records.PUBLIC: coded_length(wire, chunk)},
     )
     for piece in pieces:
-        writer.write("params", piece.start, piece.params)
-        writer.write("momentum", piece.start, piece.momentum)
-        writer.write("public", piece.start, piece.public.values)
+        for name, values in piece.arrays().items():
+            start = coded_length(wire, piece.start) if name == records.PUBLIC else piece.start
+            writer.write(name, start, values)
     return writer.finish()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from infra.arrays import ArrayReader
 from infra.store import Store
 from islands import names
-from islands.codecs import Encoded, decode
+from islands.codecs import Encoded, coded_length, codes_change, decode, wire_codec
 from islands.contributions import Contribution, contribution_from_json
 from islands.ledger import LearnerRecord
 from islands.merging import Vector
@@ -23,6 +26,8 @@ from islands.versions import Commit, Snapshot, commit_from_json, snapshot_from_j
 # Seconds since 1970; the local driver writes base steps. For people: nothing is decided by it.
 Stamp = Callable[[], float]
 NewAttempt = Callable[[], str]
+# Arrays of a version's payload: what learners fetch, and the exact values where that is a coded change.
+PUBLIC, WHOLE = "public", "whole"
 
 
 def new_attempt() -> str:
@@ -155,14 +160,70 @@ def next_number(store: Store, folder: str) -> int:
     return max(numbers_in(store, folder), default=-1) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Public:
+    """A version's published values, decoded, (elements,) float32, and the payload bytes that were read for them."""
+
+    values: Vector
+    num_bytes: int
+
+
 def read_public(store: Store, commit: Commit) -> Vector:
     """Return the decoded public values of a version, (elements,) float32: what everybody anchors on."""
-    return read_coded(store, commit.payload, "public", commit.codec)
+    return fetch_public(store, commit).values
 
 
-def read_coded(store: Store, payload: Manifest, array: str, codec: str) -> Vector:
-    """Return one decoded array of a payload."""
-    return decode(Encoded(codec, ArrayReader(store, payload).read(array)))
+def fetch_public(store: Store, commit: Commit, parent: Vector | None = None) -> Public:
+    """Return the public values of a version with what reading them cost.
+
+    `parent`: the public values of the version before, from which one that codes a change is made; without them, or at
+    version 0, it is read whole.
+    """
+    reader = PublicReader(store, commit)
+    if parent is None or not reader.has_change:
+        return Public(reader.read(0, reader.size), bytes_of(commit.payload, reader.array))
+    values = after_change(parent, reader.read_change(0, reader.size))
+    return Public(values, bytes_of(commit.payload, PUBLIC))
+
+
+def after_change(parent: Vector, change: Vector) -> Vector:
+    """Return public values after a coded change: the same bits for whoever adds them."""
+    return np.add(parent, change, dtype=np.float32)
+
+
+class PublicReader:
+    """Reads a version's public values piece by piece; a piece starts at a multiple of the codecs' block.
+
+    A version that codes a change has it in the array "public", and the values themselves, exact, in "whole".
+    """
+
+    def __init__(self, store: Store, commit: Commit) -> None:
+        self._reader = ArrayReader(store, commit.payload)
+        self._codec = wire_codec(commit.codec)
+        self.has_change = codes_change(commit.codec) and commit.version > 0
+        self.array = WHOLE if codes_change(commit.codec) else PUBLIC
+        self.size = next(a.length for a in commit.payload.arrays if a.name == "params")
+
+    def read(self, start: int, stop: int) -> Vector:
+        """Return the values of the elements [start, stop)."""
+        if self.array == WHOLE:
+            return self._reader.read(WHOLE, start, stop)
+        return read_span(self._reader, PUBLIC, self._codec, start, stop)
+
+    def read_change(self, start: int, stop: int) -> Vector:
+        """Return the decoded change since the parent version in [start, stop)."""
+        return read_span(self._reader, PUBLIC, self._codec, start, stop)
+
+
+def read_span(reader: ArrayReader, array: str, codec: str, start: int, stop: int) -> Vector:
+    """Return the decoded elements [start, stop) of a coded array; `start` is a multiple of the codecs' block."""
+    values = reader.read(array, coded_length(codec, start), coded_length(codec, stop))
+    return decode(Encoded(codec, values, (stop - start,)))
+
+
+def bytes_of(payload: Manifest, array: str) -> int:
+    """Return the stored bytes of one array of a payload."""
+    return sum(item.num_bytes for item in payload.objects if item.name.startswith(f"{array}/"))
 
 
 def payload_of(name: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -8,16 +8,16 @@ import numpy as np
 
 from infra.arrays import ArrayReader
 from islands import names
-from islands.codecs import encode
+from islands.codecs import coded_length, wire_codec
 from islands.learner import flatten, trainable
-from islands.merging import Vector, spans
+from islands.merging import Vector
 from islands.model import build_model
 from islands.types import ConfigError, DamagedObject, FragmentLayout
 from islands.versions import Commit
 from tasks import records
 from tasks.building import model_shape
 from tasks.evidence import Verification
-from tasks.publishing import Stepped, fold_contributions, step_chunks
+from tasks.publishing import Stepped, first_chunks, fold_contributions, step_chunks
 from tasks.runs import Run
 
 
@@ -53,9 +53,7 @@ def replay_into(run: Run, found: Verification, *, watch: Callable[[int], None]) 
 
 def _again(run: Run, layout: FragmentLayout, commit: Commit, initial: Vector) -> Iterator[Stepped]:
     if commit.version == 0:
-        for start, stop in spans(layout.size, run.chunk_of(layout)):
-            values = initial[start:stop]
-            yield Stepped(start, values, values * 0, encode(values, commit.codec))
+        yield from first_chunks(initial, commit.codec, run.chunk_of(layout))
         return
     parent, _ = records.require_commit(run.store, layout.index, commit.version - 1)
     offers = []
@@ -81,13 +79,10 @@ def _compare(run: Run, layout: FragmentLayout, commit: Commit, pieces: Iterator[
     reader = ArrayReader(run.store, commit.payload)
     name = names.version(layout.index, commit.version)
     for piece in pieces:
-        stop = piece.start + piece.params.size
-        for array, values in (
-            ("params", piece.params),
-            ("momentum", piece.momentum),
-            ("public", piece.public.values),
-        ):
-            stored = reader.read(array, piece.start, stop)
+        for array, values in piece.arrays().items():
+            codec = wire_codec(commit.codec) if array == records.PUBLIC else "float32"
+            start = coded_length(codec, piece.start)
+            stored = reader.read(array, start, start + values.size)
             if not np.array_equal(stored.view(np.uint8), values.view(np.uint8)):
                 raise DamagedObject(
                     name, f"its {array} do not follow from its parent and contributions"

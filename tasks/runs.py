@@ -18,6 +18,7 @@ from infra.arrays import ArrayReader, chunk_length
 from infra.routing import RoutedStore
 from infra.store import Store, open_store
 from islands import names
+from islands.codecs import BLOCK_SIZE
 from islands.config import (
     RunConfig,
     changed_identity,
@@ -85,8 +86,8 @@ class Run:
 
     @property
     def chunk_elements(self) -> int:
-        """The most float32 elements in a stored chunk."""
-        return self.config.sync.chunk_bytes // 4
+        """The most float32 elements in a stored chunk: whole blocks of the codecs."""
+        return self.config.sync.chunk_bytes // 4 // BLOCK_SIZE * BLOCK_SIZE
 
     def chunk_of(self, layout: FragmentLayout) -> int:
         """Return the elements in a chunk of a fragment's arrays."""
