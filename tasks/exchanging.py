@@ -5,7 +5,9 @@ Knows records and the learner's copies; must not know when any of it is due, nor
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,13 @@ from infra.arrays import ArrayReader, write_arrays
 from islands import names
 from islands.codecs import coded_length, encode
 from islands.codecs import decode as decoded
-from islands.contributions import Contribution, Lineage, Telemetry, judge
+from islands.contributions import Contribution, Lineage, Tally, Telemetry, judge
+from islands.feedback import Feedback, Outstanding, after_merge, after_push, compensated
 from islands.fragments import layout_digest, pseudo_gradient
 from islands.learner import Base, Copy, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
-from islands.merging import tensor_norms
-from islands.types import DamagedObject, Refused, manifest_from_json
+from islands.merging import Vector, tensor_norms
+from islands.types import DamagedObject, Position, Refused, manifest_from_json
 from tasks import history, records
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
@@ -28,11 +31,12 @@ from tasks.runs import Run
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint as read: its name, the state, the digest of its record."""
+    """A checkpoint as read: its name, the state, the digest of its record, what coding owes per fragment."""
 
     name: str
     state: LearnerState
     digest: str
+    feedback: tuple[Feedback, ...]
 
 
 class Exchange:
@@ -46,6 +50,7 @@ class Exchange:
         new_attempt: returns a name no other writer uses.
         stamp: the time to write beside records, for people.
         saved: the account in this incarnation's newest checkpoint, if it has one.
+        feedback: per fragment, what coding owes from before; absent: nothing.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Exchange:
         *,
         stamp: Stamp,
         saved: LearnerRecord | None = None,
+        feedback: Sequence[Feedback] | None = None,
     ) -> None:
         self.run = run
         self.learner = learner
@@ -66,6 +72,13 @@ class Exchange:
         self._new_attempt = new_attempt
         self._stamp = stamp
         self._saved = saved
+        sync = run.config.sync
+        self._owes = sync.error_feedback and sync.codec != "float32"
+        self.feedback = list(feedback or [Feedback()] * len(run.layouts))
+
+    def settle(self, fragment: int, consumed_to: Position) -> None:
+        """Take in up to where a version has merged this learner's work; versions in the order of their numbers."""
+        self.feedback[fragment] = after_merge(self.feedback[fragment], consumed_to)
 
     def push(
         self, copy: Copy, account: LearnerRecord, *, step_seconds: float, telemetry: Telemetry
@@ -78,8 +91,11 @@ class Exchange:
             Refused: it breaks a rule the synchronizer would refuse it for; nothing was written.
         """
         run, layout = self.run, self.run.layouts[copy.fragment]
-        encoded = encode(pseudo_gradient(copy.anchor, copy.local), run.config.sync.codec)
-        norms = tensor_norms(decoded(encoded), layout)
+        delta = pseudo_gradient(copy.anchor, copy.local)
+        owed = self.feedback[copy.fragment]
+        encoded = encode(compensated(owed, delta) if self._owes else delta, run.config.sync.codec)
+        values = decoded(encoded)
+        norms = tensor_norms(values, layout)
         key = names.ContributionKey(copy.fragment, self.learner, copy.base_version, copy.stop)
         name = names.contribution(key)
 
@@ -115,6 +131,8 @@ class Exchange:
             chunk_lengths={"delta": coded_length(encoded.codec, run.chunk_of(layout))},
         )
         offer = header(payload.to_json())
+        if self._owes:  # before the header: it may be written though the store does not say so
+            self.feedback[copy.fragment] = after_push(owed, copy.stop, delta, values)
         self.previous = records.write(run.store, name, offer.to_json())
         return offer
 
@@ -159,6 +177,7 @@ class Exchange:
             }
         for b, buffer in enumerate(state.buffers.values()):
             arrays[f"buffer-{b}"] = buffer.reshape(-1)
+        arrays |= feedback_arrays(self.feedback)
         folder = names.payload_folder(name, self._new_attempt())
         payload = write_arrays(
             self.run.store, folder, arrays, chunk_elements=self.run.chunk_elements
@@ -168,6 +187,7 @@ class Exchange:
             "at": self._stamp(),
             "tensor_steps": state.tensor_steps,
             "buffers": [[name, list(buffer.shape)] for name, buffer in state.buffers.items()],
+            "feedback": feedback_to_json(self.feedback),
             "payload": payload.to_json(),
         }
         self.previous = records.write(self.run.store, name, body)
@@ -194,6 +214,30 @@ def fetch(run: Run, fragment: int, version: int) -> Base:
     """Return a published version as learners adopt it."""
     commit, digest = records.require_commit(run.store, fragment, version)
     return Base(version, digest, records.read_public(run.store, commit))
+
+
+def merged_marks(
+    run: Run, learner: str, fragment: int, *, after: int, upto: int
+) -> Iterator[Position]:
+    """Yield up to where each of the versions (after, upto] has merged a learner's work; collected ones are left out."""
+    for version in range(after + 1, upto + 1):
+        found = records.read_commit(run.store, fragment, version)
+        if found is not None:
+            yield found[0].tallies.get(learner, Tally()).consumed_to
+
+
+def owed_at_return(
+    run: Run, learner: str, saved: Saved | None, heads: Sequence[Base]
+) -> tuple[Feedback, ...]:
+    """Return what coding owes a learner that comes back from a checkpoint, after what was merged since."""
+    if saved is None:
+        return (Feedback(),) * len(run.layouts)
+    owed = list(saved.feedback)
+    for p, head in enumerate(heads):
+        base = saved.state.record.clocks[p].base_version
+        for mark in merged_marks(run, learner, p, after=base, upto=head.version):
+            owed[p] = after_merge(owed[p], mark)
+    return tuple(owed)
 
 
 def fetch_heads(run: Run) -> list[Base]:
@@ -240,4 +284,49 @@ def read_checkpoint(run: Run, name: str) -> Saved:
             for b, (name, shape) in enumerate(body["buffers"])
         },
     )
-    return Saved(name, state, digest)
+    return Saved(
+        name, state, digest, records.parsed(name, partial(read_feedback, reader), body["feedback"])
+    )
+
+
+# --- what coding owes, as a checkpoint holds it ---
+
+
+def feedback_arrays(feedback: Sequence[Feedback], prefix: str = "") -> dict[str, Vector]:
+    """Return the arrays of every fragment's feedback, by name."""
+    arrays = {}
+    for p, owed in enumerate(feedback):
+        if owed.residual is not None:
+            arrays[f"{prefix}residual-{p}"] = owed.residual
+        for k, one in enumerate(owed.outstanding):
+            arrays[f"{prefix}error-{p}-{k}"] = one.error
+    return arrays
+
+
+def feedback_to_json(feedback: Sequence[Feedback]) -> list[dict[str, Any]]:
+    """Return what `feedback_arrays` leaves out, as plain JSON values."""
+    return [
+        {
+            "settled": list(owed.settled),
+            "is_owed": owed.residual is not None,
+            "stops": [list(one.stop) for one in owed.outstanding],
+        }
+        for owed in feedback
+    ]
+
+
+def read_feedback(
+    reader: ArrayReader, rows: Sequence[Mapping[str, Any]], prefix: str = ""
+) -> tuple[Feedback, ...]:
+    """Return the feedback that `feedback_arrays` and `feedback_to_json` wrote."""
+    return tuple(
+        Feedback(
+            residual=reader.read(f"{prefix}residual-{p}") if row["is_owed"] else None,
+            settled=Position(*row["settled"]),
+            outstanding=tuple(
+                Outstanding(Position(*stop), reader.read(f"{prefix}error-{p}-{k}"))
+                for k, stop in enumerate(row["stops"])
+            ),
+        )
+        for p, row in enumerate(rows)
+    )

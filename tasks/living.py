@@ -61,14 +61,15 @@ class Life:
             newest_version(run, p, 0 if past.last is None else past.last.clocks[p].base_version)
             for p in range(len(run.layouts))
         ]
+        bases, saved = [head.base for head in heads], None
         if past.last is None:
-            self._learner.begin([head.base for head in heads], incarnation=past.incarnation)
+            self._learner.begin(bases, incarnation=past.incarnation)
         else:
             saved = exchanging.newest_checkpoint(run, name, past.last)
             self._learner.come_back(
                 None if saved is None else saved.state,
                 past.last,
-                [head.base for head in heads],
+                bases,
                 incarnation=past.incarnation,
             )
         self.incarnation = past.incarnation
@@ -83,11 +84,21 @@ class Life:
         since = "starts" if past.last is None else "comes back"
         text = f"{name} {since} as incarnation {past.incarnation} at step {self._learner.position.step}"
         tell({"kind": "log", "level": "info", "text": text})
-        exchange = Exchange(run, name, past.incarnation, past.last_digest, new_attempt, stamp=stamp)
+        exchange = Exchange(
+            run,
+            name,
+            past.incarnation,
+            past.last_digest,
+            new_attempt,
+            stamp=stamp,
+            feedback=exchanging.owed_at_return(run, name, saved, bases),
+        )
         with contextlib.ExitStack() as stack:
             self._sender = Sender(exchange, len(run.layouts), tell)
             stack.callback(self._sender.close)
-            self._receiver = Receiver(run, name, past.incarnation, heads, tell)
+            self._receiver = Receiver(
+                run, name, past.incarnation, heads, tell, note_merge=self._sender.note_merge
+            )
             stack.pop_all()
 
     @property

@@ -184,6 +184,15 @@ class Driver:
                 learner.position.step, fragment
             ):
                 continue
+            if seat.exchange is not None:
+                for mark in exchanging.merged_marks(
+                    self.run,
+                    learner.name,
+                    fragment,
+                    after=learner.clock(fragment).base_version,
+                    upto=version,
+                ):
+                    seat.exchange.settle(fragment, mark)
             base = exchanging.fetch(self.run, fragment, version)
             steps = self._own_period(seat, fragment)
             learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps)
@@ -303,7 +312,7 @@ class Driver:
         name = seat.island.name
         past = history.register(self.run, name, self.new_attempt, stamp=self.clock)
         heads = exchanging.fetch_heads(self.run)
-        learner = seat.build()
+        learner, saved = seat.build(), None
         if past.last is None:
             learner.begin(heads, incarnation=past.incarnation)
         else:
@@ -322,6 +331,7 @@ class Driver:
             past.last_digest,
             self.new_attempt,
             stamp=self.clock,
+            feedback=exchanging.owed_at_return(self.run, name, saved, heads),
         )
         self.trained[name] = learner.trained
         self._send_again(seat, learner)

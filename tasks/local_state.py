@@ -34,6 +34,8 @@ def write_state(driver: Driver) -> None:
                 f"{learner}-{fragment}-local": copy.local,
                 f"{learner}-{fragment}-anchor": copy.anchor,
             }
+        if seat.exchange is not None:
+            arrays |= exchanging.feedback_arrays(seat.exchange.feedback, f"{learner}-")
     folder = names.payload_folder(name, driver.new_attempt())
     payload = write_arrays(run.store, folder, arrays, chunk_elements=run.chunk_elements)
     present = [n for n in run.store.list_names("") if not n.startswith("payloads/")]
@@ -124,6 +126,8 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
             "incarnation": seat.exchange.incarnation,
             "previous": seat.exchange.previous,
             "outbox": [_copy_to_json(copy) for _, copy in sorted(seat.outbox.items())],
+            # Not the checkpoint's: a push may land between a checkpoint and this state.
+            "feedback": exchanging.feedback_to_json(seat.exchange.feedback),
         }
     return body
 
@@ -167,6 +171,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
         driver.new_attempt,
         stamp=driver.clock,
         saved=saved.state.record,
+        feedback=exchanging.read_feedback(reader, body["feedback"], f"{learner_name}-"),
     )
     for row in body["outbox"]:
         positions = {"start": Position(*row["start"]), "stop": Position(*row["stop"])}

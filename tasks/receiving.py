@@ -1,7 +1,7 @@
 """The thread that fetches what a learner should know: newer versions, and reasons to stop.
 
-Knows heads, stops and incarnations; must not know the learner. Headers of all fragments come before any payload; of
-several new versions only the newest is fetched.
+Knows heads, stops and incarnations; must not know the learner. Headers of all fragments come before any payload. Of
+several new versions only the newest is fetched, or the changes that lead to it where those are fewer bytes.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from islands import names
+from islands.contributions import Tally
 from islands.learner import Base
-from islands.types import DamagedObject, IslandsError, LearnerLost, StoreUnavailable
+from islands.types import DamagedObject, IslandsError, LearnerLost, Position, StoreUnavailable
 from islands.versions import Commit
 from tasks import records, stopping
+from tasks.records import Public
 from tasks.runs import Run
 from tasks.sending import Tell
 
@@ -43,16 +45,25 @@ class Receiver:
         learner, incarnation: for whom.
         bases: the versions the learner starts from.
         tell: told of trouble; must not block.
+        note_merge: told, for every version in turn, of a fragment up to where this learner's work is merged.
     """
 
     def __init__(
-        self, run: Run, learner: str, incarnation: int, bases: Sequence[Arrived], tell: Tell
+        self,
+        run: Run,
+        learner: str,
+        incarnation: int,
+        bases: Sequence[Arrived],
+        tell: Tell,
+        *,
+        note_merge: Callable[[int, Position], None],
     ) -> None:
         self._run = run
         self._learner = learner
         self._incarnation = incarnation
         self._tell = tell
-        self._known = [arrived.base.version for arrived in bases]
+        self._note_merge = note_merge
+        self._bases = [arrived.base for arrived in bases]
         self._arrived: dict[int, Arrived] = {}
         self._lock = threading.Lock()
         self._wakes = threading.Event()
@@ -141,38 +152,58 @@ class Receiver:
             return "left"
         return "stopped" if stopping.is_asked(self._run, self._learner) else None
 
-    def _look_for_versions(self) -> list[tuple[Commit, str]]:
+    def _look_for_versions(self) -> list[list[tuple[Commit, str]]]:
+        """Return, for each fragment that has moved, its new commits in order."""
         found = []
-        for fragment, known in enumerate(self._known):
+        for fragment, base in enumerate(self._bases):
             try:
-                newest = self._look_beyond(fragment, known)
+                if news := self._look_beyond(fragment, base.version):
+                    found.append(news)
             except DamagedObject as exc:
                 self._warn(exc)
-                continue
-            if newest is not None:
-                found.append(newest)
         return found
 
-    def _look_beyond(self, fragment: int, known: int) -> tuple[Commit, str] | None:
-        newest, version = None, known + 1
-        while (later := records.read_commit(self._run.store, fragment, version)) is not None:
-            newest, version = later, later[0].version + 1
-        return newest
+    def _look_beyond(self, fragment: int, known: int) -> list[tuple[Commit, str]]:
+        news: list[tuple[Commit, str]] = []
+        while (
+            later := records.read_commit(self._run.store, fragment, known + len(news) + 1)
+        ) is not None:
+            news.append(later)
+        return news
 
-    def _fetch_all(self, found: Sequence[tuple[Commit, str]]) -> None:
-        for commit, digest in found:
+    def _fetch_all(self, found: Sequence[list[tuple[Commit, str]]]) -> None:
+        for news in found:
+            fragment = news[0][0].fragment
             try:
-                arrived = arrived_from(self._run, commit, digest)
+                public = self._fetch(fragment, news)
             except DamagedObject as exc:
                 # Perhaps it was collected while we read: the next look finds its successor.
                 self._warn(exc)
                 continue
-            self.bytes_down += sum(
-                item.num_bytes for item in commit.payload.objects if item.name.startswith("public/")
-            )
+            for commit, _ in news:
+                tally = commit.tallies.get(self._learner, Tally())
+                self._note_merge(fragment, tally.consumed_to)
+            head, digest = news[-1]
+            base = Base(head.version, digest, public.values)
+            self.bytes_down += public.num_bytes
             with self._lock:
-                self._arrived[commit.fragment] = arrived
-            self._known[commit.fragment] = commit.version
+                self._arrived[fragment] = Arrived(base, step_seconds_of(head))
+            self._bases[fragment] = base
+
+    def _fetch(self, fragment: int, news: list[tuple[Commit, str]]) -> Public:
+        """Return the newest version's values: by the changes since the one at hand if they are there and short."""
+        store, head = self._run.store, news[-1][0]
+        whole = records.bytes_of(head.payload, records.WHOLE)
+        if sum(records.bytes_of(commit.payload, records.PUBLIC) for commit, _ in news) >= whole:
+            return records.fetch_public(store, head)
+        values, num_bytes = self._bases[fragment].values, 0
+        try:
+            for commit, _ in news:
+                public = records.fetch_public(store, commit, values)
+                values, num_bytes = public.values, num_bytes + public.num_bytes
+        except DamagedObject:  # collected meanwhile: the newest is there whole
+            return records.fetch_public(store, head)
+        return Public(values, num_bytes)
 
     def _warn(self, exc: IslandsError) -> None:
         self._num_troubles += 1
@@ -198,4 +229,9 @@ def newest_version(run: Run, fragment: int, known: int = 0) -> Arrived:
 def arrived_from(run: Run, commit: Commit, digest: str) -> Arrived:
     """Return a version with its decoded public values."""
     base = Base(commit.version, digest, records.read_public(run.store, commit))
-    return Arrived(base, tuple(tally.step_seconds for tally in commit.tallies.values()))
+    return Arrived(base, step_seconds_of(commit))
+
+
+def step_seconds_of(commit: Commit) -> tuple[float, ...]:
+    """Return the seconds per step of every learner, as a commit records them."""
+    return tuple(tally.step_seconds for tally in commit.tallies.values())

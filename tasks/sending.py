@@ -26,7 +26,14 @@ from islands import names
 from islands.contributions import Telemetry
 from islands.learner import Copy, LearnerState
 from islands.ledger import LearnerRecord
-from islands.types import IslandsError, LearnerLost, Refused, StoreUnavailable, VersionTaken
+from islands.types import (
+    IslandsError,
+    LearnerLost,
+    Position,
+    Refused,
+    StoreUnavailable,
+    VersionTaken,
+)
 from tasks import records
 from tasks.exchanging import Exchange
 
@@ -62,6 +69,7 @@ class Sender:
         self._newest: LearnerRecord | None = None  # the account of its newest link
         self._standing: Standing | None = None
         self._dropped: list[tuple[int, int]] = []
+        self._marks: list[tuple[int, Position]] = []
         self._sent_at = [0] * num_fragments  # in commits: whose last one is oldest goes first
         self._is_busy = False
         self._is_saving = False
@@ -104,6 +112,11 @@ class Sender:
         with self._changed:
             dropped, self._dropped = self._dropped, []
         return dropped
+
+    def note_merge(self, fragment: int, consumed_to: Position) -> None:
+        """Take in up to where a version has merged this learner's work; versions in the order of their numbers."""
+        with self._changed:
+            self._marks.append((fragment, consumed_to))
 
     @property
     def failure(self) -> IslandsError | None:
@@ -174,6 +187,9 @@ class Sender:
             if self._is_closed or self._failure is not None:
                 return None
             self._is_busy = True
+            for fragment, consumed_to in self._marks:
+                self._exchange.settle(fragment, consumed_to)
+            self._marks.clear()
             if self._state is not None and not (self._gives_way and self._outbox):
                 state, self._state = self._state, None
                 return partial(self._save, state)

@@ -83,12 +83,19 @@ def _kill_after_steps(driver: Driver, num_steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_at_any_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "codecs", [(), ("sync.codec=int4", "sync.codec_down=e3m0-delta")], ids=["plain", "four bits"]
+)
+def test_a_run_killed_at_any_step_resumes_bit_for_bit(
+    tmp_path: Path, codecs: tuple[str, ...]
+) -> None:
     """Every object of the resumed run, digests included, is what the uninterrupted run wrote.
 
     What a process killed after its n-th step leaves is what the store holds at that moment: it is copied there.
     """
-    config = runs.tiny_config(tmp_path, FAULT.replace("13", "7"), *SMALL, store="memory://killed")
+    config = runs.tiny_config(
+        tmp_path, FAULT.replace("13", "7"), *SMALL, *codecs, store=f"memory://killed-{len(codecs)}"
+    )
     driver = runs.start(config)
     remains: list[dict[str, bytes]] = []
     driver.watch = lambda beat: (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from islands import names
-from islands.types import LearnerLost
+from islands.types import LearnerLost, Position
 from tasks import collecting, history, records, stopping
 from tasks.local import Driver
 from tasks.receiving import Arrived, Receiver, arrived_from, newest_version
@@ -36,10 +36,18 @@ class Post:
         self.bases = bases
         self.run = replace(run, store=self.weather)
         self.arrived: dict[int, Arrived] = {}
+        self.marks: list[tuple[int, Position]] = []
         self.receiver: Receiver | None = None
 
     def open(self, incarnation: int = 0) -> Receiver:
-        self.receiver = Receiver(self.run, NAME, incarnation, self.bases, self.told.append)
+        self.receiver = Receiver(
+            self.run,
+            NAME,
+            incarnation,
+            self.bases,
+            self.told.append,
+            note_merge=lambda fragment, mark: self.marks.append((fragment, mark)),
+        )
         self.receiver.poll_seconds = 0.02
         return self.receiver
 
@@ -119,6 +127,47 @@ def test_only_the_newest_of_several_versions_is_fetched(tmp_path: Path, opened: 
         if item.name.startswith("public/")
     )
     require_sound(driver.run)
+
+
+def test_coded_changes_are_fetched_one_after_the_other_and_marks_told_in_order(
+    tmp_path: Path, opened: Opened
+) -> None:
+    driver = advanced(tmp_path, 3, 'retention="all"', "sync.codec_down=int4-delta")
+    post = opened(driver.run, bases_of(driver.run, 0))
+    receiver = post.open()
+    expected = heads(driver.run)
+    wait_for(lambda: post.versions() == expected)
+    read = {name for verb, name in post.weather.seen if verb == "read" and "/c/" in name}
+    assert {name.split("/")[5] for name in read} == {"public"}
+    for p, version in expected.items():
+        commits = [records.require_commit(driver.run.store, p, v)[0] for v in range(1, version + 1)]
+        values = records.read_public(driver.run.store, commits[-1])
+        assert np.array_equal(post.arrived[p].base.values, values)
+        wanted = [commit.tallies[NAME].consumed_to for commit in commits]
+        assert [mark for fragment, mark in post.marks if fragment == p] == wanted
+    assert receiver.bytes_down == sum(
+        records.bytes_of(records.require_commit(driver.run.store, p, v)[0].payload, "public")
+        for p, version in expected.items()
+        for v in range(1, version + 1)
+    )
+
+
+def test_where_a_change_is_collected_the_newest_version_is_fetched_whole(
+    tmp_path: Path, opened: Opened
+) -> None:
+    driver = advanced(tmp_path, 3, 'retention="all"', "sync.codec_down=int4-delta")
+    bases, expected = bases_of(driver.run, 0), heads(driver.run)
+    for p in expected:
+        commit, _ = records.require_commit(driver.run.store, p, 1)
+        for name in driver.run.store.list_names(commit.payload.folder):
+            driver.run.store.delete(name)
+    post = opened(driver.run, bases)
+    post.open()
+    wait_for(lambda: post.versions() == expected)
+    for p, version in expected.items():
+        commit, _ = records.require_commit(driver.run.store, p, version)
+        values = records.read_public(driver.run.store, commit)
+        assert np.array_equal(post.arrived[p].base.values, values)
 
 
 def test_headers_of_all_fragments_are_read_before_any_payload(
