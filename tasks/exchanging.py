@@ -80,6 +80,11 @@ class Exchange:
         """Take in up to where a version has merged this learner's work; versions in the order of their numbers."""
         self.feedback[fragment] = after_merge(self.feedback[fragment], consumed_to)
 
+    def catch_up(self, fragment: int, after: int, upto: int) -> None:
+        """Take in what the versions (after, upto] have merged of this learner."""
+        for mark in merged_marks(self.run, self.learner, fragment, after=after, upto=upto):
+            self.settle(fragment, mark)
+
     def push(
         self, copy: Copy, account: LearnerRecord, *, step_seconds: float, telemetry: Telemetry
     ) -> Contribution:

@@ -185,14 +185,7 @@ class Driver:
             ):
                 continue
             if seat.exchange is not None:
-                for mark in exchanging.merged_marks(
-                    self.run,
-                    learner.name,
-                    fragment,
-                    after=learner.clock(fragment).base_version,
-                    upto=version,
-                ):
-                    seat.exchange.settle(fragment, mark)
+                seat.exchange.catch_up(fragment, learner.clock(fragment).base_version, version)
             base = exchanging.fetch(self.run, fragment, version)
             steps = self._own_period(seat, fragment)
             learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps)
