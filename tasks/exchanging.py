@@ -20,11 +20,12 @@ from islands.codecs import decode as decoded
 from islands.contributions import Contribution, Lineage, Tally, Telemetry, judge
 from islands.feedback import Feedback, Outstanding, after_merge, after_push, compensated
 from islands.fragments import layout_digest, pseudo_gradient
-from islands.learner import Base, Copy, LearnerState
+from islands.learner import Base, Copy, Learner, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
 from islands.merging import Vector, tensor_norms
 from islands.types import DamagedObject, Position, Refused, manifest_from_json
 from tasks import history, records
+from tasks.history import Past
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
 
@@ -231,10 +232,21 @@ def merged_marks(
             yield found[0].tallies.get(learner, Tally()).consumed_to
 
 
-def owed_at_return(
+def take_up(run: Run, learner: Learner, past: Past, heads: Sequence[Base]) -> tuple[Feedback, ...]:
+    """Begin a fresh learner's incarnation, from the heads and what its predecessors left; return what coding owes."""
+    if past.last is None:
+        learner.begin(heads, incarnation=past.incarnation)
+        return (Feedback(),) * len(run.layouts)
+    saved = newest_checkpoint(run, learner.name, past.last)
+    state = None if saved is None else saved.state
+    learner.come_back(state, past.last, heads, incarnation=past.incarnation)
+    return _owed_at_return(run, learner.name, saved, heads)
+
+
+def _owed_at_return(
     run: Run, learner: str, saved: Saved | None, heads: Sequence[Base]
 ) -> tuple[Feedback, ...]:
-    """Return what coding owes a learner that comes back from a checkpoint, after what was merged since."""
+    """Return what a checkpoint says is owed, after what was merged since."""
     if saved is None:
         return (Feedback(),) * len(run.layouts)
     owed = list(saved.feedback)

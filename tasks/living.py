@@ -61,17 +61,7 @@ class Life:
             newest_version(run, p, 0 if past.last is None else past.last.clocks[p].base_version)
             for p in range(len(run.layouts))
         ]
-        bases, saved = [head.base for head in heads], None
-        if past.last is None:
-            self._learner.begin(bases, incarnation=past.incarnation)
-        else:
-            saved = exchanging.newest_checkpoint(run, name, past.last)
-            self._learner.come_back(
-                None if saved is None else saved.state,
-                past.last,
-                bases,
-                incarnation=past.incarnation,
-            )
+        owed = exchanging.take_up(run, self._learner, past, [head.base for head in heads])
         self.incarnation = past.incarnation
         self._share = run.own_tokens(name)
         self._peers = [head.step_seconds for head in heads]
@@ -91,7 +81,7 @@ class Life:
             past.last_digest,
             new_attempt,
             stamp=stamp,
-            feedback=exchanging.owed_at_return(run, name, saved, bases),
+            feedback=owed,
         )
         with contextlib.ExitStack() as stack:
             self._sender = Sender(exchange, len(run.layouts), tell)

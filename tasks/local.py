@@ -305,17 +305,8 @@ class Driver:
         name = seat.island.name
         past = history.register(self.run, name, self.new_attempt, stamp=self.clock)
         heads = exchanging.fetch_heads(self.run)
-        learner, saved = seat.build(), None
-        if past.last is None:
-            learner.begin(heads, incarnation=past.incarnation)
-        else:
-            saved = exchanging.newest_checkpoint(self.run, name, past.last)
-            learner.come_back(
-                None if saved is None else saved.state,
-                past.last,
-                heads,
-                incarnation=past.incarnation,
-            )
+        learner = seat.build()
+        owed = exchanging.take_up(self.run, learner, past, heads)
         seat.learner, seat.status = learner, "training"
         seat.exchange = Exchange(
             self.run,
@@ -324,7 +315,7 @@ class Driver:
             past.last_digest,
             self.new_attempt,
             stamp=self.clock,
-            feedback=exchanging.owed_at_return(self.run, name, saved, heads),
+            feedback=owed,
         )
         self.trained[name] = learner.trained
         self._send_again(seat, learner)
