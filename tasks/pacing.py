@@ -63,24 +63,31 @@ def must_wait(learner: Learner, sync: SyncConfig) -> bool:
 
 
 def lost_copies(run: Run, learner: Learner) -> list[int]:
-    """Return the fragments whose newest copy never reached the store whole: it died with the predecessor.
+    """Return the fragments whose newest copy, a predecessor's, will never be merged: where all wait, all wait for it.
 
-    Where learners wait for each other, all would wait for it.
+    It died with the predecessor, is damaged, or was written after this incarnation had looked back, and so is fenced.
     """
+    own = names.incarnation(learner.name, learner.position.incarnation)
+    listed = records.require(run.store, own)[0]["listed"]
     lost = []
     for fragment, clock in enumerate(learner.clocks):
         if clock.copied_at is None:
             continue
         key = names.ContributionKey(fragment, learner.name, clock.base_version, clock.copied_at)
-        try:
-            found = records.read_contribution(run.store, names.contribution(key))
-            if found is not None:
-                check_payload(run.store, found[0].payload)
-        except DamagedObject:
-            found = None
-        if found is None:
+        name = names.contribution(key)
+        if name not in listed or not _is_whole(run, name):
             lost.append(fragment)
     return lost
+
+
+def _is_whole(run: Run, name: str) -> bool:
+    try:
+        found = records.read_contribution(run.store, name)
+        if found is not None:
+            check_payload(run.store, found[0].payload)
+    except DamagedObject:
+        return False
+    return found is not None
 
 
 def _time_next(learner: Learner, sync: SyncConfig) -> None:
