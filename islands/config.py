@@ -78,10 +78,15 @@ class RunConfig(Section):
 
     @property
     def quorum(self) -> int:
-        """Learners a merge needs: all under streaming, else min_learners or half of the islands rounded up."""
-        if self.sync.algorithm == "streaming":
+        """Learners a merge needs: all where they wait, else min_learners or half of the islands rounded up."""
+        if self.sync.blocks:
             return len(self.islands)
         return self.sync.min_learners or (len(self.islands) + 1) // 2
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Tokens of each island beside the others': by speed and batch; where all wait, all take as many steps."""
+        return {i.name: (1.0 if self.sync.blocks else i.speed) * i.batch_size for i in self.islands}
 
     @model_validator(mode="after")
     def _hold_cross_field_rules(self) -> Self:
@@ -166,6 +171,7 @@ IDENTITY_KEYS: tuple[str, ...] = (
     "data.source",
     "data.held_out_fraction",
     "outer.merge",
+    "outer.weighting",
     "sync.algorithm",
     "sync.num_fragments",
     "sync.codec",

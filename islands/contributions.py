@@ -21,7 +21,7 @@ from islands import names
 from islands.ledger import LearnerRecord
 from islands.merging import token_weight
 from islands.parsing import parse
-from islands.types import Manifest, Position, manifest_from_json
+from islands.types import Manifest, Position, Weighting, manifest_from_json
 
 # Counts up to here are exact as floats; a larger one is no count.
 LARGEST_COUNT = 2**53
@@ -264,7 +264,9 @@ def _is_count(value: float) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
-def consume(offer: Contribution, digest: str, head_version: int) -> Consumed:
+def consume(
+    offer: Contribution, digest: str, head_version: int, weighting: Weighting = "quality"
+) -> Consumed:
     """Return what a version made on `head_version` remembers of a contribution whose header has this digest."""
     return Consumed(
         name=offer.name,
@@ -276,7 +278,7 @@ def consume(offer: Contribution, digest: str, head_version: int) -> Consumed:
         num_steps=offer.num_steps,
         offered_before=offer.offered_before,
         staleness=head_version - offer.base_version,
-        weight=merge_weight(offer, head_version),
+        weight=merge_weight(offer, head_version, weighting),
         norm=offer.norm,
         step_seconds=offer.step_seconds,
         telemetry=offer.telemetry if _is_readable(offer.telemetry) else Telemetry(),
@@ -302,10 +304,14 @@ def newest_per_learner(offers: Sequence[Contribution]) -> dict[str, Contribution
     return best
 
 
-def merge_weight(offer: Contribution, head_version: int) -> float:
-    """Return the token weight, discounted by 1 / (1 + staleness)."""
+def merge_weight(offer: Contribution, head_version: int, weighting: Weighting = "quality") -> float:
+    """Return the token weight, or the tokens alone, discounted by 1 / (1 + staleness).
+
+    Source of weights by tokens: n_k of FedAvg, McMahan et al., arXiv:1602.05629, algorithm 1.
+    """
     staleness = head_version - offer.base_version
-    return token_weight(offer.num_tokens, offer.num_steps) / (1 + staleness)
+    quality = token_weight(offer.num_tokens, offer.num_steps)
+    return (quality if weighting == "quality" else offer.num_tokens) / (1 + staleness)
 
 
 def after_merge(

@@ -7,7 +7,7 @@ a clock: whoever drives it moves the bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -232,13 +232,14 @@ class Learner:
         """Return the account of one fragment."""
         return self._clocks[fragment]
 
-    def due(self) -> list[int]:
-        """Return the fragments whose next push is due by the adoption beat."""
-        return [
-            p
-            for p, clock in enumerate(self._clocks)
-            if clock.steps_to_push <= 0 and clock.open_tokens > 0
-        ]
+    @property
+    def clocks(self) -> tuple[FragmentClock, ...]:
+        """The accounts of all fragments."""
+        return tuple(self._clocks)
+
+    def time_push(self, fragment: int, num_steps: int) -> None:
+        """Set the steps until a fragment is copied next."""
+        self._clocks[fragment] = replace(self._clocks[fragment], steps_to_push=num_steps)
 
     def copy(self, fragment: int, *, next_push_steps: int) -> Copy:
         """Return a private copy of a fragment for pushing, and enter it into the ledger."""

@@ -6,7 +6,7 @@ where a value came from, and decides nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from islands.overrides import shown
@@ -14,6 +14,21 @@ from islands.overrides import shown
 if TYPE_CHECKING:
     from islands.config import RunConfig
     from islands.sections import ClusterConfig, SyncConfig
+
+
+# What an algorithm is made of: with another value it would be another algorithm under the same name.
+FIXED_VALUES: Mapping[str, Mapping[str, object]] = {
+    "diloco": {"sync.num_fragments": 1, "sync.alpha": 0.0},
+    "data-parallel": {
+        "sync.num_fragments": 1,
+        "sync.period_steps": 1,
+        "sync.alpha": 0.0,
+        "sync.codec": "float32",
+        "sync.codec_down": "float32",
+        "outer.merge": "mean",
+        "outer.weighting": "tokens",
+    },
+}
 
 
 def broken_rules(config: RunConfig) -> Iterator[str]:
@@ -49,7 +64,8 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
         )
     for island in config.islands:
         yield from _broken_cluster_rules(f"islands.{island.name}.cluster", island.cluster)
-    yield from _broken_streaming_rules(sync, num_islands=len(names))
+    yield from _broken_blocking_rules(sync, num_islands=len(names))
+    yield from _broken_fixed_values(config)
 
 
 def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
@@ -74,13 +90,18 @@ def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
         )
 
 
-def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[str]:
+def _broken_blocking_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[str]:
+    if sync.algorithm != "streaming" and sync.overlap_steps:
+        yield (
+            f"sync.overlap_steps must be 0 unless sync.algorithm is streaming ({sync.algorithm}), "
+            f"got {sync.overlap_steps}; remove it or choose streaming"
+        )
+    if sync.blocks and sync.min_learners is not None and sync.min_learners < num_islands:
+        yield (
+            f"sync.min_learners must be the number of islands ({num_islands}) under {sync.algorithm}, "
+            f"got {sync.min_learners}; remove it or choose decoupled"
+        )
     if sync.algorithm != "streaming":
-        if sync.overlap_steps:
-            yield (
-                f"sync.overlap_steps must be 0 unless sync.algorithm is streaming ({sync.algorithm}), "
-                f"got {sync.overlap_steps}; remove it or choose streaming"
-            )
         return
     if sync.period_steps % sync.num_fragments:
         yield (
@@ -92,11 +113,18 @@ def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[s
             f"sync.overlap_steps must be < sync.period_steps / sync.num_fragments "
             f"({sync.period_steps / sync.num_fragments:g}), got {sync.overlap_steps}; lower it"
         )
-    if sync.min_learners is not None and sync.min_learners < num_islands:
-        yield (
-            f"sync.min_learners must be the number of islands ({num_islands}) under streaming, "
-            f"got {sync.min_learners}; remove it or choose decoupled"
-        )
+
+
+def _broken_fixed_values(config: RunConfig) -> Iterator[str]:
+    for path, value in FIXED_VALUES.get(config.sync.algorithm, {}).items():
+        section, _, name = path.partition(".")
+        got = getattr(getattr(config, section), name)
+        if got != value:
+            text = value if isinstance(value, str) else shown(value)
+            yield (
+                f"{path} must be {text} under {config.sync.algorithm}, got {shown(got)}; "
+                f"add --set {path}={text}"
+            )
 
 
 def _shown(value: str | None) -> str:

@@ -10,9 +10,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from islands.types import PLAIN_NAME_PATTERN
+from islands.types import PLAIN_NAME_PATTERN, Weighting
 
 LARGEST_INTEGER = 2**63 - 1  # TOML promises 64 signed bits, no more
+Algorithm = Literal["decoupled", "streaming", "diloco", "data-parallel"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "e3m0"]
 CodecDown = Literal[
     "float32",
@@ -100,7 +101,7 @@ class InnerConfig(Section):
 
 
 class OuterConfig(Section):
-    """Nesterov momentum at the synchronizer."""
+    """Nesterov momentum at the synchronizer; under data-parallel it takes an AdamW step with `inner` instead."""
 
     learning_rate: float = Field(default=0.7, gt=0, le=10, description="Rate of an outer step.")
     momentum: float = Field(
@@ -110,14 +111,18 @@ class OuterConfig(Section):
         default="rda",
         description="Radial-directional average or token-weighted mean of the pseudo-gradients.",
     )
+    weighting: Weighting = Field(
+        default="quality",
+        description='What a contribution weighs: "quality", tokens times tokens per step, or "tokens" alone.',
+    )
 
 
 class SyncConfig(Section):
     """When fragments travel, in which form, and what is merged."""
 
-    algorithm: Literal["decoupled", "streaming"] = Field(
+    algorithm: Algorithm = Field(
         default="decoupled",
-        description="Decoupled DiLoCo, or the blocking Streaming DiLoCo baseline.",
+        description="Decoupled DiLoCo; or, waiting for each other: Streaming DiLoCo, DiLoCo, data-parallel.",
     )
     num_fragments: int = Field(
         default=4, ge=1, le=9_999, description="Parts of the model that are synced on their own."
@@ -131,13 +136,13 @@ class SyncConfig(Section):
     min_learners: int | None = Field(
         default=None,
         ge=1,
-        description="Learners a merge needs; absent: half of the islands, rounded up (streaming: all).",
+        description="Learners a merge needs; absent: half of the islands, rounded up (all but decoupled: all).",
     )
     grace_fraction: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="Longest wait after the quorum, as a share of the period.",
+        description="Longest wait after the quorum, as a share of the period; decoupled only.",
     )
     alpha: float = Field(
         default=0.0, ge=0, le=1, description="Share of the local value kept at adoption."
@@ -146,12 +151,14 @@ class SyncConfig(Section):
         default=0, ge=0, description="Inner steps between copy and adoption; streaming only."
     )
     max_staleness: int = Field(
-        default=4, ge=0, description="Versions a contribution's base may lie behind the head."
+        default=4,
+        ge=0,
+        description="Versions a contribution's base may lie behind the head; decoupled only.",
     )
     outlier_factor: float = Field(
         default=10.0,
         gt=1,
-        description="A contribution this many times longer than the running median and its learner's last is refused.",
+        description="Decoupled: one this many times longer than the running median and its learner's last is refused.",
     )
     codec: Codec = Field(default="float32", description="Number format of contributions.")
     codec_down: CodecDown = Field(
@@ -168,6 +175,16 @@ class SyncConfig(Section):
         le=2**30,
         description="Size of one stored chunk, before coding.",
     )
+
+    @property
+    def blocks(self) -> bool:
+        """Whether every learner waits at its turn until what all of them have sent is merged."""
+        return self.algorithm != "decoupled"
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether contributions are gradients for an optimizer at the synchronizer, not differences of parameters."""
+        return self.algorithm == "data-parallel"
 
 
 class FaultConfig(Section):
@@ -271,7 +288,7 @@ class IslandConfig(Section):
         default=1.0,
         gt=0,
         le=100,
-        description="Expected speed beside the others: sets its share of the tokens, and the local driver's clock.",
+        description="Expected speed beside the others: if decoupled, its share of the tokens; and the local clock.",
     )
     start_steps: float = Field(
         default=0.0, ge=0, description="Base steps after which the island starts."

@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from islands.parsing import parse
 
@@ -30,6 +30,8 @@ FORMAT_VERSION = 3
 # hidden files and options.
 PLAIN_NAME_PATTERN = r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?"
 PLAIN_NAME = re.compile(PLAIN_NAME_PATTERN)
+# What a contribution weighs in a merge: tokens times tokens per step, or tokens alone.
+Weighting = Literal["quality", "tokens"]
 _STORED_DTYPE = re.compile(r"(u?int|float)(8|16|32|64)")
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from islands.contributions import Consumed, Tally, Verdict
+from islands.outer import AdamW
 from islands.parsing import parse
 from islands.types import FragmentLayout, Manifest, TensorSpec, manifest_from_json
 
@@ -23,11 +24,13 @@ class Commit:
         consumed, refused: what was decided in making it.
         tallies: every learner's running account, ordered by name.
         median_norm: running median of merged deltas' norms, 0 while unknown.
-        learning_rate, momentum: of the outer step that made it.
+        learning_rate, momentum: of the outer step that made it; AdamW has no momentum factor, so 0.
         codec: of the payload's array "public".
         synchronizer: number of the synchronizer record it was made under; -1 for version 0.
         at: seconds since 1970 by the synchronizer's own clock, for people; the local driver writes base steps.
-        payload: arrays "params" and "momentum" (float32, the synchronizer's own) and "public" (what all adopt).
+        payload: arrays "params" and "momentum" (float32, the synchronizer's own) and "public" (what all adopt). Under
+            data-parallel "momentum" is AdamW's first moment, and "second" its second one.
+        adamw: of the step that made it, where that was AdamW's.
     """
 
     fragment: int
@@ -43,6 +46,7 @@ class Commit:
     synchronizer: int
     payload: Manifest
     at: float = 0.0
+    adamw: AdamW | None = None
 
     @property
     def merged_tokens(self) -> int:
@@ -59,7 +63,7 @@ def commit_from_json(value: Mapping[str, Any]) -> Commit:
     Raises:
         ValueError: it holds something else.
     """
-    commit: Commit = parse(Commit, value)
+    commit: Commit = parse(Commit, {"adamw": None, **value})  # older ones do not name it
     return replace(commit, payload=manifest_from_json(value["payload"]))
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from islands.config import RunConfig
+from islands.gradients import GradientLearner
 from islands.learner import Learner, adamw
 from islands.model import ModelShape, build_model
 from islands.model import loss as model_loss
-from islands.schedule import Schedule
 from islands.types import ConfigError, FragmentLayout
 from tasks.runs import Run
+from tasks.stepping import schedule_of
 
 
 def model_shape(config: RunConfig) -> ModelShape:
@@ -39,19 +41,16 @@ def require_devices(config: RunConfig) -> None:
             )
 
 
-def schedule_of(config: RunConfig, total_tokens: int) -> Schedule:
-    """Return the learning-rate schedule over `total_tokens` own tokens."""
-    inner = config.inner
-    return Schedule(inner.learning_rate, total_tokens, inner.warmup_fraction, inner.final_fraction)
-
-
 def build_learner(run: Run, name: str) -> Learner:
     """Return an island's learner with the run's initial model; it has not begun."""
     device = run.island(name).device
     model = build_model(model_shape(run.config), run.config.seed).to(device)
-    return assemble(
-        run.config, name, model, run.layouts, total_tokens=run.own_tokens(name), device=device
-    )
+    total_tokens = run.own_tokens(name)
+    if run.config.sync.sends_gradients:
+        schedule = schedule_of(run.config, total_tokens)
+        loss = _loss_of(model, device)
+        return GradientLearner(name, model, loss, layouts=run.layouts, schedule=schedule)
+    return assemble(run.config, name, model, run.layouts, total_tokens=total_tokens, device=device)
 
 
 def assemble(
@@ -65,10 +64,6 @@ def assemble(
 ) -> Learner:
     """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1)."""
     inner = config.inner
-
-    def loss(batch: Any) -> Tensor:
-        return model_loss(model, torch.from_numpy(batch).to(device))
-
     return Learner(
         name,
         model,
@@ -78,9 +73,13 @@ def assemble(
             betas=(inner.beta1, inner.beta2),
             weight_decay=inner.weight_decay,
         ),
-        loss,
+        _loss_of(model, device),
         layouts=layouts,
         schedule=schedule_of(config, total_tokens),
         clip_norm=inner.clip_norm,
         period_steps=config.sync.period_steps,
     )
+
+
+def _loss_of(model: nn.Module, device: str) -> Callable[[Any], Tensor]:
+    return lambda batch: model_loss(model, torch.from_numpy(batch).to(device))

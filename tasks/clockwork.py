@@ -51,8 +51,7 @@ class Seat:
 
     `status`: "waiting" (not started, or dead and coming back), "training", "leaving", "left". `outbox`: fragment ->
     copy under way. `arrived`: fragment -> newest version at hand. `struck`: scripted faults that have happened.
-    `is_released`: a blocked learner goes on without the version it waits for, once. `num_breaks`: how often in a row
-    its numbers broke before a push succeeded. `loss`: smoothed, for people.
+    `num_breaks`: how often in a row its numbers broke before a push succeeded. `loss`: smoothed, for people.
     """
 
     island: IslandConfig
@@ -65,7 +64,6 @@ class Seat:
     arrived: dict[int, int] = field(default_factory=dict)
     struck: set[int] = field(default_factory=set)
     is_blocked: bool = False
-    is_released: bool = False
     num_breaks: int = 0
     loss: float = 0.0
 

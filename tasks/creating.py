@@ -75,12 +75,12 @@ def prepare_run(
 
 
 def split_text(config: RunConfig) -> Split:
-    """Return the configured text, cut into one shard per island (by speed and batch) and a held-out part."""
+    """Return the configured text, cut into one shard per island (as large as its share) and a held-out part."""
     corpus = load_documents(config.data.source)
     return split_documents(
         {document.name: document.text for document in corpus.documents},
         shards=[island.name for island in config.islands],
-        weights=[island.speed * island.batch_size for island in config.islands],
+        weights=list(config.rates.values()),
         held_out_fraction=config.data.held_out_fraction,
     )
 

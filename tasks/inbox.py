@@ -178,8 +178,9 @@ class View:
             layout=layout_digest(self.layout),
             codec=sync.codec,
             num_tensors=len(self.layout.tensors),
-            max_staleness=sync.max_staleness,
-            outlier_factor=sync.outlier_factor,
+            # Where all wait for each other, a refusal would stop them all, and work of a turn before counts no more.
+            max_staleness=0 if sync.blocks else sync.max_staleness,
+            outlier_factor=math.inf if sync.blocks else sync.outlier_factor,
             median_norm=head.median_norm if is_known else 0.0,
         )
 
@@ -222,7 +223,9 @@ class View:
         seconds = [tally.step_seconds for tally in self.head.tallies.values()]
         known = [s for s in [*seconds, *(offer.step_seconds for offer in chosen.values())] if s > 0]
         period = config.sync.period_steps * min(known, default=0.0)
-        blocks = config.sync.algorithm == "streaming"
+        blocks = config.sync.blocks
+        # Where all wait for each other, what one that left had sent stands for nobody who stays.
+        num_needed = len({*staying, *chosen}) if blocks else min(config.quorum, len(staying))
         awaited = [
             name for name in staying if name in members.incarnations and not self._is_silent(name)
         ]
@@ -231,7 +234,7 @@ class View:
                 Arrival(name, self._first_seen[offer.name]) for name, offer in chosen.items()
             ),
             expected=tuple(Expectation(name, self._arrives_at(name)) for name in awaited),
-            min_learners=max(1, min(config.quorum, len(staying))),
+            min_learners=max(1, num_needed),
             opened_at=self._opened_at,
             period_seconds=0.0 if blocks else period,
             grace_seconds=0.0 if blocks else config.sync.grace_fraction * period,
@@ -292,7 +295,7 @@ class View:
     def _counts_when_cold(self, offer: Contribution) -> bool:
         """A found head owes no pace; so that it is not stepped on a sliver, half a period is asked for instead."""
         sync = self._run.config.sync
-        if self._opened_at is not None or self.head.version == 0 or sync.algorithm == "streaming":
+        if self._opened_at is not None or self.head.version == 0 or sync.blocks:
             return True
         steps = own_period(
             sync.period_steps,

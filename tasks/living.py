@@ -17,11 +17,12 @@ from islands import names
 from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
 from islands.fragments import own_period
+from islands.learner import Base
 from islands.ledger import LearnerRecord
 from islands.types import LearnerLost, Refused, StoreUnavailable
-from tasks import building, exchanging, history, records
+from tasks import building, exchanging, history, pacing, records
 from tasks.exchanging import Exchange
-from tasks.receiving import Arrived, Receiver, newest_version
+from tasks.receiving import Receiver, newest_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run, read_shard
 from tasks.segments import Stretch
@@ -64,6 +65,8 @@ class Life:
         owed = exchanging.take_up(run, self._learner, past, [head.base for head in heads])
         self.incarnation = past.incarnation
         self._share = run.own_tokens(name)
+        pacing.begin(self._learner, run.config.sync)
+        self._arrived: dict[int, Base] = {}  # waiting for their turn
         self._peers = [head.step_seconds for head in heads]
         self._step_seconds = 0.0
         self._num_timed = 0
@@ -89,6 +92,9 @@ class Life:
             self._receiver = Receiver(
                 run, name, past.incarnation, heads, tell, note_merge=self._sender.note_merge
             )
+            stack.callback(self._receiver.close)
+            if run.config.sync.blocks and (lost := pacing.lost_copies(run, self._learner)):
+                self._hand_over(lost)
             stack.pop_all()
 
     @property
@@ -108,6 +114,9 @@ class Life:
         first_step, now = learner.position.step, begun
         self._receiver.forget_stop()
         while (reason := self._why_end()) is None and now < begun + seconds:
+            if self._is_blocked():
+                now = self._wait(begun + seconds)
+                continue
             if learner.trained >= self._share:
                 reason = self._leave()
                 break
@@ -149,8 +158,7 @@ class Life:
     def _one_step(self, begun: float) -> float:
         """Adopt, train one step, hand over what is due; return the time at its end."""
         learner, config = self._learner, self.run.config
-        for fragment, arrived in sorted(self._receiver.take().items()):
-            self._adopt(fragment, arrived)
+        self._adopt_arrived()
         batch = batch_at(
             self._shard,
             cursor=learner.cursor,
@@ -165,7 +173,7 @@ class Life:
         self._loss = smoothed(self._loss, loss)
         self._pace(trained - begun)
         self._count_dropped()
-        if due := learner.due():
+        if due := pacing.due(learner, config.sync):
             self._hand_over(due)
         is_old = time.monotonic() - self._saved_at >= config.pipeline.checkpoint_seconds
         if is_old and not self._sender.is_saving:
@@ -174,16 +182,34 @@ class Life:
         self._useful += trained - begun
         return now
 
-    def _adopt(self, fragment: int, arrived: Arrived) -> None:
-        self._peers[fragment] = arrived.step_seconds
-        if arrived.base.version <= self._learner.clock(fragment).base_version:
-            return
-        self._learner.adopt(
-            fragment,
-            arrived.base,
-            alpha=self.run.config.sync.alpha,
-            next_push_steps=self._own_period(fragment),
-        )
+    def _adopt_arrived(self) -> None:
+        """Adopt what its algorithm adopts now, of all versions that have arrived; keep what must wait for its turn."""
+        learner, sync = self._learner, self.run.config.sync
+        for fragment, arrived in self._receiver.take().items():
+            self._peers[fragment] = arrived.step_seconds
+            if arrived.base.version > learner.clock(fragment).base_version:
+                self._arrived[fragment] = arrived.base
+        while self._arrived:
+            versions = {p: base.version for p, base in self._arrived.items()}
+            ready = pacing.adoptable(learner, sync, versions)
+            for fragment in ready:
+                base, period = self._arrived.pop(fragment), self._own_period(fragment)
+                pacing.adopt(learner, sync, fragment, base, own_period=period)
+            if not ready:
+                return
+
+    def _is_blocked(self) -> bool:
+        """Adopt what is awaited, if it has arrived, and say whether the learner still waits."""
+        if not pacing.must_wait(self._learner, self.run.config.sync):
+            return False
+        self._adopt_arrived()
+        return pacing.must_wait(self._learner, self.run.config.sync)
+
+    def _wait(self, ends: float) -> float:
+        """Wait for news, at most until then; return the time after it."""
+        self._receiver.hurry()
+        self._receiver.wait(min(_LOOK_SECONDS, max(0.0, ends - time.perf_counter())))
+        return time.perf_counter()
 
     def _pace(self, seconds: float) -> None:
         """Take a step's time into the running estimate; a single hiccup must not move it far."""
@@ -203,7 +229,8 @@ class Life:
 
     def _hand_over(self, fragments: list[int]) -> None:
         learner = self._learner
-        copies = [learner.copy(p, next_push_steps=self._own_period(p)) for p in fragments]
+        sync = self.run.config.sync
+        copies = [pacing.copy(learner, sync, p, own_period=self._own_period(p)) for p in fragments]
         self._sender.offer(copies, self._standing())
 
     def _count_dropped(self) -> None:

@@ -22,13 +22,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from islands import names
 from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
 from islands.fragments import own_period
 from islands.learner import Learner
 from islands.types import EmptyQuorum, Refused, VersionTaken
-from tasks import exchanging, history
+from tasks import exchanging, history, pacing
 from tasks.clockwork import Beat, Event, Kind, Seat, Watch
 from tasks.collecting import collect, finish
 from tasks.exchanging import Exchange
@@ -99,7 +98,9 @@ class Driver:
         if self.is_finished:
             return False
         if all(event.kind is Kind.SAVE for event in self.events):
-            self._release()
+            raise EmptyQuorum(
+                f"run {self.run.run_id} stands still at step {self.now:g}: nobody is left to act"
+            )
         event = heapq.heappop(self.events)
         self.now = event.time
         seat = self.seats.get(event.island)
@@ -130,22 +131,16 @@ class Driver:
         self.trained[island.name] = learner.trained
         seat.loss = smoothed(seat.loss, loss)
         self._tell(seat, "step", loss)
-        for fragment in self._due(learner):
+        for fragment in pacing.due(learner, config.sync):
             self._send(seat, learner, fragment)
         self.schedule(self.now, Kind.STEP_BEGINS, island.name)
-
-    def _due(self, learner: Learner) -> list[int]:
-        sync = self.run.config.sync
-        if sync.algorithm == "decoupled":
-            return learner.due()
-        ahead = learner.position.step + sync.overlap_steps
-        return [p for p in range(sync.num_fragments) if self.run.is_turn(ahead, p)]
 
     def _send(
         self, seat: Seat, learner: Learner, fragment: int, kind: Kind = Kind.PUSH_LANDS
     ) -> None:
         """Copy a fragment and put it on its way; it takes the place of an older copy that has not left yet."""
-        copy = learner.copy(fragment, next_push_steps=self._own_period(seat, fragment))
+        own_period = self._own_period(seat, fragment)
+        copy = pacing.copy(learner, self.run.config.sync, fragment, own_period=own_period)
         unsent = seat.outbox.get(fragment)
         if unsent is not None and unsent.start != copy.start:
             learner.count_replaced(fragment, unsent.num_tokens)
@@ -166,8 +161,7 @@ class Driver:
         if learner is None or seat.status != "training":
             return
         self._adopt(seat, learner)
-        seat.is_blocked = self._must_wait(learner) and not seat.is_released
-        seat.is_released = False
+        seat.is_blocked = pacing.must_wait(learner, self.run.config.sync)
         if seat.is_blocked:
             return
         if learner.trained >= self.run.own_tokens(seat.island.name):
@@ -177,41 +171,14 @@ class Driver:
 
     def _adopt(self, seat: Seat, learner: Learner) -> None:
         sync = self.run.config.sync
-        for fragment, version in sorted(seat.arrived.items()):
-            if version <= learner.clock(fragment).base_version:
-                continue
-            if sync.algorithm == "streaming" and not self.run.is_turn(
-                learner.position.step, fragment
-            ):
-                continue
-            if seat.exchange is not None:
-                seat.exchange.catch_up(fragment, learner.clock(fragment).base_version, version)
-            base = exchanging.fetch(self.run, fragment, version)
-            steps = self._own_period(seat, fragment)
-            learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps)
-
-    def _must_wait(self, learner: Learner) -> bool:
-        """Say whether a blocking algorithm stops here: this fragment's turn, pushed, and not merged yet."""
-        if self.run.config.sync.algorithm != "streaming":
-            return False
-        step = learner.position.step
-        due = [p for p in range(len(self.run.layouts)) if self.run.is_turn(step, p)]
-        return any(learner.clock(p).copied_at is not None for p in due)
-
-    def _release(self) -> None:
-        """Let every blocked learner go on once: all wait for each other, each for another fragment.
-
-        It happens under a blocking algorithm when one that died between two turns comes back while another leaves.
-        """
-        blocked = [seat for seat in self.seats.values() if seat.is_blocked]
-        if not blocked:
-            raise EmptyQuorum(
-                f"run {self.run.run_id} stands still at step {self.now:g}: nobody is left to act"
-            )
-        for seat in blocked:
-            seat.is_blocked, seat.is_released = False, True
-            self._tell(seat, "goes on without the version it waited for")
-            self.schedule(self.now, Kind.STEP_BEGINS, seat.island.name)
+        while ready := pacing.adoptable(learner, sync, seat.arrived):
+            for fragment in ready:
+                known, version = learner.clock(fragment).base_version, seat.arrived[fragment]
+                if seat.exchange is not None:
+                    seat.exchange.catch_up(fragment, known, version)
+                base = exchanging.fetch(self.run, fragment, version)
+                own_period = self._own_period(seat, fragment)
+                pacing.adopt(learner, sync, fragment, base, own_period=own_period)
 
     # --- exchange ---
 
@@ -230,9 +197,9 @@ class Driver:
             )
         except Refused as exc:
             # The rule that stops it is the one the synchronizer would apply. A learner whose numbers are broken starts
-            # again from its newest checkpoint, which is healthy by rule.
+            # again from its newest checkpoint, which is healthy by rule; so does one that all the others wait for.
             self._tell(seat, f"push refused ({exc.reason})")
-            if exc.reason == "non-finite":
+            if exc.reason == "non-finite" or self.run.config.sync.blocks:
                 self._break(seat)
             return
         seat.num_breaks = 0
@@ -317,23 +284,15 @@ class Driver:
             stamp=self.clock,
             feedback=owed,
         )
+        pacing.begin(learner, self.run.config.sync)
         self.trained[name] = learner.trained
-        self._send_again(seat, learner)
+        for fragment in pacing.lost_copies(self.run, learner):
+            self._send(seat, learner, fragment)
         self._tell(
             seat,
             "starts" if past.incarnation == 0 else f"comes back as incarnation {past.incarnation}",
         )
         self.schedule(self.now, Kind.STEP_BEGINS, name)
-
-    def _send_again(self, seat: Seat, learner: Learner) -> None:
-        """Send what a predecessor had copied and lost under way: a blocking algorithm waits for it."""
-        for fragment in range(len(self.run.layouts)):
-            clock = learner.clock(fragment)
-            if clock.copied_at is None:
-                continue
-            key = names.ContributionKey(fragment, learner.name, clock.base_version, clock.copied_at)
-            if self.run.store.read(names.contribution(key)) is None:
-                self._send(seat, learner, fragment)
 
     def _prepare_to_leave(self, seat: Seat, learner: Learner) -> None:
         seat.status = "leaving"

@@ -115,7 +115,6 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
         "arrived": sorted(seat.arrived.items()),
         "struck": sorted(seat.struck),
         "is_blocked": seat.is_blocked,
-        "is_released": seat.is_released,
         "num_breaks": seat.num_breaks,
         "loss": seat.loss,
         "checkpoint": None,
@@ -151,7 +150,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
     seat.status, seat.is_blocked = body["status"], body["is_blocked"]
     seat.arrived = dict(body["arrived"])
     seat.struck = set(body["struck"])
-    seat.num_breaks, seat.is_released = body["num_breaks"], body["is_released"]
+    seat.num_breaks = body["num_breaks"]
     seat.loss = body["loss"]
     if body["checkpoint"] is None:
         return

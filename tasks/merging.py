@@ -28,9 +28,10 @@ from islands.types import DamagedObject, VersionTaken
 from islands.versions import Commit, Snapshot
 from tasks import records
 from tasks.inbox import Members, Roster, View, open_views
-from tasks.publishing import fold_contributions, step_chunks, write_version
+from tasks.publishing import fold_contributions, write_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
+from tasks.stepping import next_chunks, next_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,13 @@ class Synchronizer:
         """Publish the next version from these offers; False if the world turned out different."""
         lineage = view.lineage(members)
         consumed = [
-            consume(offer, view.offers[offer.name][1], view.head.version) for offer in offers
+            consume(
+                offer,
+                view.offers[offer.name][1],
+                view.head.version,
+                self.run.config.outer.weighting,
+            )
+            for offer in offers
         ]
         try:
             delta = self._fold(view, offers, [entry.weight for entry in consumed])
@@ -200,14 +207,9 @@ class Synchronizer:
     ) -> Commit:
         config, head = self.run.config, view.head
         version = head.version + 1
-        pieces = step_chunks(
-            self.run.store,
-            head,
-            delta,
-            codec=config.sync.codec_down,
-            learning_rate=config.outer.learning_rate,
-            momentum=config.outer.momentum,
-            chunk_elements=self.run.chunk_of(view.layout),
+        step = next_step(config, head)
+        pieces = next_chunks(
+            self.run, view.layout, head, delta, step=step, codec=config.sync.codec_down
         )
         payload = write_version(self.run, view.layout, version, pieces, self._new_attempt)
         return Commit(
@@ -218,12 +220,13 @@ class Synchronizer:
             refused=tuple(refused),
             tallies=after_merge(head.tallies, consumed, refused, version=version),
             median_norm=running_median(head.median_norm, [entry.norm for entry in consumed]),
-            learning_rate=config.outer.learning_rate,
-            momentum=config.outer.momentum,
+            learning_rate=step.learning_rate,
+            momentum=step.momentum,
             codec=config.sync.codec_down,
             synchronizer=-1 if self.number is None else self.number,
             payload=payload,
             at=self._stamp(),
+            adamw=step.adamw,
         )
 
     def _advise(self, view: View, refused: list[Verdict]) -> None:

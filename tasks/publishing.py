@@ -40,7 +40,8 @@ NORM_TOLERANCE = 1e-6
 class Stepped:
     """One chunk of a new version, from element `start` on: the synchronizer's own arrays, and what learners fetch.
 
-    `public` is coded; where it codes a change, `whole` is the values that change leads to.
+    `public` is coded; where it codes a change, `whole` is the values that change leads to. `second`: AdamW's second
+    moment, under data-parallel.
     """
 
     start: int
@@ -48,6 +49,7 @@ class Stepped:
     momentum: Vector
     public: Encoded | None
     whole: Vector | None = None
+    second: Vector | None = None
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return what is stored, by array name."""
@@ -55,6 +57,8 @@ class Stepped:
             "params": self.params,
             "momentum": self.momentum,
         }
+        if self.second is not None:
+            stored["second"] = self.second
         if self.public is not None:
             stored[records.PUBLIC] = self.public.values
         if self.whole is not None:
@@ -65,7 +69,7 @@ class Stepped:
 def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt: NewAttempt) -> str:
     """Publish version 0 from initial values, with zero momentum; return its digest."""
     codec = run.config.sync.codec_down
-    pieces = first_chunks(values, codec, run.chunk_of(layout))
+    pieces = first_chunks(run, layout, values, codec)
     payload = write_version(run, layout, 0, pieces, new_attempt)
     outer = run.config.outer
     commit = Commit(
@@ -87,14 +91,15 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
     return records.write(run.store, names.version(layout.index, 0), commit.to_json())
 
 
-def first_chunks(values: Vector, codec: str, chunk_elements: int) -> Iterator[Stepped]:
+def first_chunks(run: Run, layout: FragmentLayout, values: Vector, codec: str) -> Iterator[Stepped]:
     """Yield version 0 chunk by chunk. It has no parent, so under a codec of changes it is there whole."""
-    for start, stop in spans(values.size, chunk_elements):
+    for start, stop in spans(layout.size, run.chunk_of(layout)):
         piece = values[start:stop]
+        second = piece * 0 if run.config.sync.sends_gradients else None
         if codes_change(codec):
-            yield Stepped(start, piece, piece * 0, None, piece)
+            yield Stepped(start, piece, piece * 0, None, piece, second)
         else:
-            yield Stepped(start, piece, piece * 0, encode(piece, codec))
+            yield Stepped(start, piece, piece * 0, encode(piece, codec), None, second)
 
 
 def fold_contributions(
@@ -193,6 +198,8 @@ def write_version(
     codec, size, chunk = run.config.sync.codec_down, layout.size, run.chunk_of(layout)
     wire = wire_codec(codec)
     arrays = {"params": ("float32", size), "momentum": ("float32", size)}
+    if run.config.sync.sends_gradients:
+        arrays["second"] = ("float32", size)
     if codes_change(codec):
         arrays[records.WHOLE] = ("float32", size)
     if version > 0 or not codes_change(codec):

@@ -22,6 +22,8 @@ from tasks.records import Public
 from tasks.runs import Run
 from tasks.sending import Tell
 
+# How often it looks for versions while the learner waits for one.
+_HURRIED_SECONDS = 0.02
 # How often it looks for a reason to stop.
 _CARE_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.5
@@ -67,6 +69,7 @@ class Receiver:
         self._arrived: dict[int, Arrived] = {}
         self._lock = threading.Lock()
         self._wakes = threading.Event()
+        self._has_news = threading.Event()
         self._is_closed = False
         self._num_pardons = 0
         self._num_troubles = 0
@@ -86,6 +89,16 @@ class Receiver:
         with self._lock:
             arrived, self._arrived = self._arrived, {}
         return arrived
+
+    def hurry(self) -> None:
+        """Look at once, and often until the pace is set anew: the learner waits for a version."""
+        self.poll_seconds = _HURRIED_SECONDS
+        self._wakes.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something has arrived or the learner must end, at most so long."""
+        self._has_news.wait(seconds)
+        self._has_news.clear()
 
     def forget_stop(self) -> None:
         """Forget that a stop was asked for, and look anew at once: it may have been taken back since."""
@@ -140,6 +153,8 @@ class Receiver:
             is_stale = reason == "stopped" and num_pardons != self._num_pardons
             if self.reason is None and not is_stale:
                 self.reason = reason
+        if reason is not None:
+            self._has_news.set()
 
     def _look_for_reason(self) -> str | None:
         store = self._run.store
@@ -189,6 +204,7 @@ class Receiver:
             with self._lock:
                 self._arrived[fragment] = Arrived(base, step_seconds_of(head))
             self._bases[fragment] = base
+            self._has_news.set()
 
     def _fetch(self, fragment: int, news: list[tuple[Commit, str]]) -> Public:
         """Return the newest version's values: by the changes since the one at hand if they are there and short."""

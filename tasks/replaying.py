@@ -17,8 +17,9 @@ from islands.versions import Commit
 from tasks import records
 from tasks.building import model_shape
 from tasks.evidence import Verification
-from tasks.publishing import Stepped, first_chunks, fold_contributions, step_chunks
+from tasks.publishing import Stepped, first_chunks, fold_contributions
 from tasks.runs import Run
+from tasks.stepping import next_chunks, step_taken
 
 
 def replay_into(run: Run, found: Verification, *, watch: Callable[[int], None]) -> None:
@@ -53,7 +54,7 @@ def replay_into(run: Run, found: Verification, *, watch: Callable[[int], None]) 
 
 def _again(run: Run, layout: FragmentLayout, commit: Commit, initial: Vector) -> Iterator[Stepped]:
     if commit.version == 0:
-        yield from first_chunks(initial, commit.codec, run.chunk_of(layout))
+        yield from first_chunks(run, layout, initial, commit.codec)
         return
     parent, _ = records.require_commit(run.store, layout.index, commit.version - 1)
     offers = []
@@ -64,15 +65,7 @@ def _again(run: Run, layout: FragmentLayout, commit: Commit, initial: Vector) ->
         offers.append(offer[0])
     weights = [entry.weight for entry in commit.consumed]
     delta = fold_contributions(run.store, layout, offers, weights, run.chunk_of(layout))
-    yield from step_chunks(
-        run.store,
-        parent,
-        delta,
-        codec=commit.codec,
-        learning_rate=commit.learning_rate,
-        momentum=commit.momentum,
-        chunk_elements=run.chunk_of(layout),
-    )
+    yield from next_chunks(run, layout, parent, delta, step=step_taken(commit), codec=commit.codec)
 
 
 def _compare(run: Run, layout: FragmentLayout, commit: Commit, pieces: Iterator[Stepped]) -> None:

@@ -28,7 +28,6 @@ from islands.config import (
     to_toml,
 )
 from islands.data import require_enough
-from islands.fragments import is_due
 from islands.schedule import own_share
 from islands.sections import IslandConfig
 from islands.types import (
@@ -73,16 +72,8 @@ class Run:
         return next(island for island in self.config.islands if island.name == name)
 
     def own_tokens(self, name: str) -> int:
-        """Return how many of the run's tokens an island trains: by its speed and batch."""
-        rates = {island.name: island.speed * island.batch_size for island in self.config.islands}
-        return own_share(self.config.total_tokens, rates, name)
-
-    def is_turn(self, step: int, fragment: int) -> bool:
-        """Say whether a fragment falls due at a step of a fixed schedule."""
-        sync = self.config.sync
-        return is_due(
-            step, fragment, period_steps=sync.period_steps, num_fragments=sync.num_fragments
-        )
+        """Return how many of the run's tokens an island trains."""
+        return own_share(self.config.total_tokens, self.config.rates, name)
 
     @property
     def chunk_elements(self) -> int:

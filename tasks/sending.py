@@ -227,8 +227,8 @@ class Sender:
         try:
             num_bytes = self._write_push(copy, replace(standing, telemetry=telemetry))
         except Refused as exc:
-            if exc.reason in ("non-finite", "finished"):
-                raise  # this incarnation is over
+            if exc.reason in ("non-finite", "finished") or self._exchange.run.config.sync.blocks:
+                raise  # this incarnation is over: in vain, or all the others would wait for this push
             self._tell({"kind": "log", "level": "warning", "text": f"push refused: {exc}"})
             return
         except StoreUnavailable:

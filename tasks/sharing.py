@@ -16,17 +16,12 @@ def require_shareable(config: RunConfig) -> RunConfig:
     """Return a configuration that islands in processes of their own can train.
 
     Raises:
-        ConfigError: it needs one process, or one clock.
+        ConfigError: it needs one process.
     """
     if config.store.startswith("memory:"):
         raise ConfigError(
             f"store must be a place that several processes share, got {config.store}; "
             "choose file://, s3:// or gs://, or train with `--driver local`"
-        )
-    if config.sync.algorithm != "decoupled":
-        raise ConfigError(
-            f"sync.algorithm must be decoupled on clusters, got {config.sync.algorithm}; "
-            "train it with `--driver local`"
         )
     return config
 

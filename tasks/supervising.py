@@ -154,12 +154,15 @@ class Supervisor:
     def _replace(self, island: str, post: Post) -> None:
         """Start an island's flow again, with a limit.
 
-        A cancelled one stays away while others train. When nobody does, the run stops: it can go on later, with all.
+        A cancelled one stays away while others train. When nobody does, or all would wait for it, the run stops: it can
+        go on later, with all.
         """
         if post.state.kind == "CANCELLED":
             others = {i.name for i in self.run.config.islands} - {island}
-            if others <= records.departed(self.run.store) | self._cancelled():
-                ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else trains")
+            if self.run.config.sync.blocks or others <= (
+                records.departed(self.run.store) | self._cancelled()
+            ):
+                ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else can go on")
             return
         link = history.last_link(self.run, island)
         trained = 0 if link is None else link.trained

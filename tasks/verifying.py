@@ -235,11 +235,15 @@ def _check_consumed(
     offer, digest = offers[entry.name], evidence.digests[entry.name]
     if digest != entry.digest:
         evidence.found.note(entry.name, f"is not what version {commit.version} consumed")
-    elif not has_sound_counts(offer) or consume(offer, digest, commit.version - 1) != entry:
+    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, digest) != entry:
         name = names.version(commit.fragment, commit.version)
         evidence.found.note(
             name, f"does not say of {entry.name} what its header says, or weighs it wrongly"
         )
+
+
+def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, digest: str) -> Consumed:
+    return consume(offer, digest, commit.version - 1, evidence.run.config.outer.weighting)
 
 
 # --- the rest ---

@@ -262,7 +262,6 @@ def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:
         ["train", "--driver", "cloud"],
         ["train", "--driver", "local", "--detach"],
         ["train", "--set", "store=memory://x"],
-        ["train", "--set", "sync.algorithm=streaming"],
         ["status"],
         ["status", "-rf"],
         ["status", "a", "b"],
@@ -506,17 +505,9 @@ def test_without_a_prefect_server_training_ends_with_the_remedies_and_nothing_cr
     assert not (desk.folder / "home").exists()
 
 
-@pytest.mark.parametrize(
-    ("setting", "parts"),
-    [
-        ("store=memory://x", ["store must be a place that several processes share", "memory://x"]),
-        ("sync.algorithm=streaming", ["sync.algorithm must be decoupled on clusters, got streaming"]),
-    ],
-)  # fmt: skip
-def test_what_needs_one_process_is_refused_by_the_prefect_driver(
-    desk: Desk, setting: str, parts: list[str]
-) -> None:
-    said = desk.train("--set", setting, driver="prefect")
+def test_what_needs_one_process_is_refused_by_the_prefect_driver(desk: Desk) -> None:
+    said = desk.train("--set", "store=memory://x", driver="prefect")
+    parts = ("store must be a place that several processes share", "memory://x")
     require_refused(desk, said, *parts, "`--driver local`")
 
 

@@ -163,9 +163,10 @@ def test_a_url_needs_no_quotes() -> None:
         (4, "sync.min_learners = 1", 1),
         (4, "sync.min_learners = 4", 4),
         (3, 'sync.algorithm = "streaming"', 3),
+        (3, 'sync.algorithm = "diloco"\nsync.num_fragments = 1', 3),
     ],
 )
-def test_the_quorum_is_min_learners_or_half_rounded_up_or_all_under_streaming(
+def test_the_quorum_is_min_learners_or_half_rounded_up_or_all_where_they_wait(
     num_islands: int, sync: str, quorum: int
 ) -> None:
     islands = ", ".join(f'{{name = "i{index}"}}' for index in range(num_islands))
@@ -209,7 +210,8 @@ FIELD_RULES = [
     ("outer.learning_rate", "-inf", "must be a finite number", "-Infinity", "finite number"),
     ("outer.momentum", "1", "must be less than 1", "1", "default 0.7"),
     ("outer.merge", '"sum"', "must be 'rda' or 'mean'", '"sum"', "choose one of these"),
-    ("sync.algorithm", '"async"', "must be 'decoupled' or 'streaming'", '"async"', "choose"),
+    ("outer.weighting", '"one"', "must be 'quality' or 'tokens'", '"one"', "choose one of these"),
+    ("sync.algorithm", '"async"', "must be 'decoupled', 'streaming'", '"async"', "choose"),
     ("sync.num_fragments", "0", "must be greater than or equal to 1", "0", "default 4"),
     ("sync.period_steps", "0", "must be greater than or equal to 1", "0", "default 24"),
     ("sync.min_learners", "0", "must be greater than or equal to 1", "0", "another value"),
@@ -297,6 +299,15 @@ def test_a_broken_bound_is_told_with_rule_value_and_remedy(
 # --- rules between fields ----------------------------------------------------------------------
 
 STREAMING = {"sync.algorithm": '"streaming"'}
+DILOCO = {"sync.algorithm": '"diloco"', "sync.num_fragments": "1"}
+DATA_PARALLEL = {
+    "sync.algorithm": '"data-parallel"',
+    "sync.num_fragments": "1",
+    "sync.period_steps": "1",
+    "sync.codec_down": '"float32"',
+    "outer.merge": '"mean"',
+    "outer.weighting": '"tokens"',
+}
 
 
 def on_cluster(settings: str) -> dict[str, str]:
@@ -350,6 +361,47 @@ CROSS_FIELD_RULES = [
         "remove it or choose decoupled",
     ),
     (
+        {**DILOCO, "sync.num_fragments": "4"},
+        "sync.num_fragments must be 1 under diloco, got 4; add --set sync.num_fragments=1",
+    ),
+    (
+        {**DILOCO, "sync.alpha": "0.5"},
+        "sync.alpha must be 0.0 under diloco, got 0.5; add --set sync.alpha=0.0",
+    ),
+    (
+        {**DILOCO, "sync.overlap_steps": "1"},
+        "sync.overlap_steps must be 0 unless sync.algorithm is streaming (diloco), got 1; "
+        "remove it or choose streaming",
+    ),
+    (
+        {**DILOCO, "sync.min_learners": "2"},
+        "sync.min_learners must be the number of islands (4) under diloco, got 2; "
+        "remove it or choose decoupled",
+    ),
+    (
+        {**DATA_PARALLEL, "sync.period_steps": "2"},
+        "sync.period_steps must be 1 under data-parallel, got 2; add --set sync.period_steps=1",
+    ),
+    (
+        {**DATA_PARALLEL, "sync.codec": '"bfloat16"'},
+        'sync.codec must be float32 under data-parallel, got "bfloat16"; '
+        "add --set sync.codec=float32",
+    ),
+    (
+        {**DATA_PARALLEL, "sync.codec_down": '"bfloat16"'},
+        'sync.codec_down must be float32 under data-parallel, got "bfloat16"; '
+        "add --set sync.codec_down=float32",
+    ),
+    (
+        {**DATA_PARALLEL, "outer.merge": '"rda"'},
+        'outer.merge must be mean under data-parallel, got "rda"; add --set outer.merge=mean',
+    ),
+    (
+        {**DATA_PARALLEL, "outer.weighting": '"quality"'},
+        'outer.weighting must be tokens under data-parallel, got "quality"; '
+        "add --set outer.weighting=tokens",
+    ),
+    (
         on_cluster('kind = "address"'),
         'islands.a.cluster.address is required with kind "address", got nothing; name the scheduler',
     ),
@@ -390,6 +442,23 @@ def test_a_broken_rule_between_fields_is_told_with_rule_value_and_remedy(
 def test_streaming_at_its_limits_is_accepted(door: Door) -> None:
     config = door({**STREAMING, "sync.overlap_steps": "5", "sync.min_learners": "4"})
     assert config.sync.overlap_steps == 5
+
+
+@every_door
+def test_every_algorithm_is_accepted_with_what_its_messages_ask_for(door: Door) -> None:
+    assert door(DILOCO).sync.blocks
+    config = door(DATA_PARALLEL)
+    assert (config.sync.blocks, config.sync.sends_gradients) == (True, True)
+
+
+def test_where_learners_wait_for_each_other_all_train_as_many_steps() -> None:
+    """So a slow island's share is by its batch alone."""
+    islands = (
+        'islands = [{name = "a", batch_size = 3}, {name = "b", batch_size = 4, speed = 0.5}]\n'
+    )
+    assert parse_config(islands, source="x").rates == {"a": 3.0, "b": 2.0}
+    streaming = parse_config(islands + 'sync.algorithm = "streaming"', source="x")
+    assert streaming.rates == {"a": 3.0, "b": 4.0}
 
 
 @every_door
@@ -451,7 +520,9 @@ def test_an_unknown_key_that_fits_two_places_names_both() -> None:
 
 def test_an_unknown_key_like_no_other_lists_the_keys_of_its_section() -> None:
     message = message_of(through_file, {"outer.zzz": "1"})
-    assert message.endswith("choose one of outer.learning_rate, outer.momentum, outer.merge")
+    assert message.endswith(
+        "choose one of outer.learning_rate, outer.momentum, outer.merge, outer.weighting"
+    )
 
 
 def test_an_unknown_key_in_a_list_is_told_with_its_index() -> None:

@@ -246,6 +246,9 @@ def test_a_stale_contribution_weighs_less_by_its_versions_behind() -> None:
     assert merge_weight(OFFER, 7) == 100_000
     assert merge_weight(OFFER, 8) == 50_000
     assert merge_weight(OFFER, 11) == 20_000
+    # By tokens alone: 1,000, half of it one version later.
+    assert merge_weight(OFFER, 7, "tokens") == 1_000
+    assert consume(OFFER, "", 8, "tokens").weight == 500
 
 
 def test_a_commit_remembers_what_it_needs_of_a_contribution() -> None:

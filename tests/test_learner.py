@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from islands import turns
 from islands.fragments import lay_out, pseudo_gradient
 from islands.learner import (
     Base,
@@ -228,19 +229,23 @@ def test_a_copy_is_private() -> None:
     assert np.array_equal(copy.local, local)
 
 
+def due(learner: Learner) -> list[int]:
+    return turns.due(learner.clocks, blocks=False)
+
+
 def test_fragments_fall_due_spread_out_at_first_and_by_the_adoption_beat_later() -> None:
     learner = started()
-    assert learner.due() == []
+    assert due(learner) == []
     # Two fragments, period 6: after 3 steps and after 6.
-    assert [(train(learner, 1), learner.due())[1] for _ in range(3)] == [[], [], [0]]
+    assert [(train(learner, 1), due(learner))[1] for _ in range(3)] == [[], [], [0]]
     learner.copy(0, next_push_steps=6)
-    assert learner.due() == []
+    assert due(learner) == []
     train(learner, 3)
-    assert learner.due() == [1]
+    assert due(learner) == [1]
     learner.adopt(1, bases_of(learner, 1)[1], alpha=0.0, next_push_steps=0)
-    assert learner.due() == []  # nothing is open, so there is nothing to push
+    assert due(learner) == []  # nothing is open, so there is nothing to push
     train(learner, 1)
-    assert learner.due() == [1]
+    assert due(learner) == [1]
 
 
 # --- adopting

@@ -66,17 +66,27 @@ def test_a_form_may_hold_sections_that_were_read_already() -> None:
     assert "must be plain, got object" in refusal({"sync": object()})
 
 
+def test_what_needs_one_process_is_refused() -> None:
+    message = refusal({"store": "memory://x"})
+    for part in (
+        "store must be a place that several processes share",
+        "memory",
+        "`--driver local`",
+    ):
+        assert part in message
+
+
 @pytest.mark.parametrize(
-    ("values", "parts"),
+    "values",
     [
-        ({"store": "memory://x"}, ("store must be a place that several processes share", "memory")),
-        ({"sync": {"algorithm": "streaming"}}, ("must be decoupled on clusters, got streaming",)),
+        {"sync": {"algorithm": "streaming"}},
+        {"sync": {"algorithm": "diloco", "num_fragments": 1}},
     ],
 )
-def test_what_needs_one_process_is_refused(values: dict[str, Any], parts: tuple[str, ...]) -> None:
-    message = refusal(values)
-    for part in (*parts, "`--driver local`"):
-        assert part in message
+def test_algorithms_whose_learners_wait_are_for_several_processes_too(
+    values: dict[str, Any],
+) -> None:
+    assert settled(values).sync.blocks
 
 
 # --- creating, and going on ---
@@ -140,13 +150,6 @@ def test_a_finished_run_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must not have ended, got 'r'"):
         open_or_create(run.config, "r", resume=True)
     assert runs.objects(run) == before
-
-
-def test_a_run_that_streams_does_not_go_on_in_several_processes(tmp_path: Path) -> None:
-    config = runs.tiny_config(tmp_path, "sync.algorithm=streaming")
-    run = runs.start(config).run
-    with pytest.raises(ConfigError, match="must be decoupled on clusters"):
-        open_or_create({"store": config.store}, run.run_id, resume=True)
 
 
 def test_a_stopped_run_goes_on_by_its_own_configuration_and_may_train_again(
