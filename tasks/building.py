@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from islands.config import RunConfig
+from islands.landing import sent
 from islands.learner import Learner, adamw
 from islands.model import ModelShape, build_model
 from islands.model import loss as model_loss
@@ -63,11 +64,16 @@ def assemble(
     total_tokens: int,
     device: str = "cpu",
 ) -> Learner:
-    """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1)."""
-    inner = config.inner
+    """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1).
+
+    Whatever the precision of the passes, parameters, gradients and moments are float32, as is all that is exchanged.
+    """
+    inner, place = config.inner, torch.device(device)
+    is_mixed = inner.precision == "bfloat16"
 
     def loss(batch: Any) -> Tensor:
-        return model_loss(model, torch.from_numpy(batch).to(device))
+        with torch.autocast(place.type, dtype=torch.bfloat16, enabled=is_mixed):
+            return model_loss(model, sent(batch, place))
 
     return Learner(
         name,

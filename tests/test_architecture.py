@@ -41,7 +41,8 @@ INFRA_FOR_THE_ROOT = (*INFRA_FOR_FLOWS, "infra.settings", "infra.store", "infra.
 # The demo is a command too: it starts its own services where none run.
 ROOT_FILES = ("flows/cli*.py", "flows/demo.py")
 TORCH_FILES = tuple(
-    f"islands/{name}.py" for name in ("model", "data", "optimizers", "learner", "scoring")
+    f"islands/{name}.py"
+    for name in ("model", "data", "optimizers", "learner", "landing", "scoring")
 )
 VENDORS_OF_ISLANDS = {
     "numpy": ("islands/*.py", "islands/simulation/*.py"),
