@@ -17,23 +17,22 @@ from torch import Tensor, nn
 
 from islands import ledger
 from islands.fragments import first_push_steps
+from islands.landing import Flat, Late, Vector, kept, landed, sent
 from islands.ledger import FragmentClock, LearnerRecord
 from islands.schedule import Schedule, learning_rate_at
 from islands.types import FragmentLayout, FragmentMismatch, Position
-
-Vector = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A private copy of one fragment at a step boundary, and what it covers: the raw material of a contribution.
 
-    `anchor` and `local`: (elements,) float32; both are never written to again.
+    `anchor` and `local`: (elements,) float32; both are never written to again. On a GPU `local` is yet to be landed.
     """
 
     fragment: int
     anchor: Vector
-    local: Vector
+    local: Flat
     base_version: int
     base_digest: str
     start: Position
@@ -54,7 +53,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """Everything a checkpoint must hold. Arrays are private copies.
+    """Everything a checkpoint must hold. Arrays are private copies; a GPU's are yet to be landed.
 
     `values`, `first`, `second`: per fragment, parameters and AdamW moments, (elements,) float32. `tensor_steps`: the
     optimizer's step count per fragment and tensor, 0 where it has no state yet. `buffers`: the model's persistent
@@ -62,9 +61,9 @@ class LearnerState:
     """
 
     record: LearnerRecord
-    values: tuple[Vector, ...]
-    first: tuple[Vector, ...]
-    second: tuple[Vector, ...]
+    values: tuple[Flat, ...]
+    first: tuple[Flat, ...]
+    second: tuple[Flat, ...]
     tensor_steps: tuple[tuple[int, ...], ...]
     buffers: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
@@ -92,29 +91,40 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name in names}
 
 
-def flatten(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Vector:
-    """Return the fragment's values as a new float32 vector in layout order."""
-    vector = np.empty(layout.size, dtype=np.float32)
+def gather(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the fragment's values as a new flat float32 tensor in layout order, where the parameters are."""
+    pieces = []
     for spec in layout.tensors:
         values = parameters[spec.name].detach()
         if tuple(values.shape) != spec.shape:
             raise FragmentMismatch(
                 f"{spec.name} has shape {tuple(values.shape)}, the layout says {spec.shape}"
             )
-        vector[spec.offset : spec.stop] = values.to("cpu", torch.float32).reshape(-1).numpy()
+        pieces.append(values.to(torch.float32).reshape(-1))
+    return torch.cat(pieces)
+
+
+def scatter(layout: FragmentLayout, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Write a fragment's flat tensor into the parameters, in place."""
+    if tuple(values.shape) != (layout.size,):
+        raise FragmentMismatch(
+            f"fragment {layout.index} has {layout.size} elements, got shape {tuple(values.shape)}"
+        )
+    with torch.no_grad():
+        for spec in layout.tensors:
+            parameters[spec.name].copy_(values[spec.offset : spec.stop].view(spec.shape))
+
+
+def flatten(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Vector:
+    """Return the fragment's values as a new float32 vector in layout order."""
+    vector: Vector = gather(layout, parameters).to("cpu").numpy()
     return vector
 
 
 def unflatten(layout: FragmentLayout, vector: Vector, parameters: Mapping[str, Tensor]) -> None:
-    """Write a fragment's vector into the parameters, in place."""
-    if vector.shape != (layout.size,):
-        raise FragmentMismatch(
-            f"fragment {layout.index} has {layout.size} elements, got shape {vector.shape}"
-        )
-    with torch.no_grad():
-        for spec in layout.tensors:
-            piece = torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape)
-            parameters[spec.name].copy_(piece)
+    """Write a fragment's vector into the parameters, in place: one transfer to their device, whatever their number."""
+    device = parameters[layout.tensors[0].name].device
+    scatter(layout, sent(vector, device), parameters)
 
 
 class Learner:
@@ -154,6 +164,7 @@ class Learner:
         self._loss = loss
         self._schedule = schedule
         self._clip_norm = clip_norm
+        self._losses = Late()
         self._parameters = trainable(model)
         self._anchors: list[Vector] = [np.empty(0, dtype=np.float32)] * len(self.layouts)
         self._clocks: list[FragmentClock] = []
@@ -210,7 +221,10 @@ class Learner:
     # --- training ---
 
     def step(self, batch: Any, *, num_tokens: int, num_samples: int) -> float:
-        """Take one inner step and return its loss. Counts the tokens only once the step is done."""
+        """Take one inner step and return its loss, on a GPU that of the step before: see `Late`.
+
+        Counts the tokens only once the step is done, or given to the GPU: no copy can be made before it there.
+        """
         rate = learning_rate_at(self.trained, self._schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -224,7 +238,7 @@ class Learner:
         self.trained += num_tokens
         self.cursor += num_samples
         self._clocks = [ledger.after_step(clock, num_tokens) for clock in self._clocks]
-        return float(loss.detach())
+        return self._losses.read(loss)
 
     # --- exchange ---
 
@@ -250,7 +264,7 @@ class Learner:
         return Copy(
             fragment=fragment,
             anchor=self._anchors[fragment],
-            local=flatten(self.layouts[fragment], self._parameters),
+            local=kept(gather(self.layouts[fragment], self._parameters)),
             base_version=clock.base_version,
             base_digest=clock.base_digest,
             start=clock.start,
@@ -263,11 +277,12 @@ class Learner:
     def adopt(self, fragment: int, base: Base, *, alpha: float, next_push_steps: int) -> None:
         """Take over a published version: (1 - alpha) published + alpha local. Moments and learning rate stay."""
         layout = self.layouts[fragment]
-        values = base.values
         if alpha > 0:
-            local = flatten(layout, self._parameters)
-            values = np.float32(1 - alpha) * base.values + np.float32(alpha) * local
-        unflatten(layout, values, self._parameters)
+            local = gather(layout, self._parameters)
+            mixed = (1 - alpha) * sent(base.values, local.device) + alpha * local
+            scatter(layout, mixed, self._parameters)
+        else:
+            unflatten(layout, base.values, self._parameters)
         self._anchors[fragment] = base.values
         self._clocks[fragment] = ledger.after_adoption(
             self._clocks[fragment],
@@ -298,7 +313,7 @@ class Learner:
             first.append(moments[0])
             second.append(moments[1])
             steps.append(moments[2])
-        values = tuple(flatten(layout, self._parameters) for layout in self.layouts)
+        values = tuple(kept(gather(layout, self._parameters)) for layout in self.layouts)
         buffers = {
             name: value.to("cpu").numpy().copy()
             for name, value in persistent_buffers(self.model).items()
@@ -321,46 +336,39 @@ class Learner:
             fragment, period_steps=self.period_steps, num_fragments=len(self.layouts)
         )
 
-    def _moments(self, layout: FragmentLayout) -> tuple[Vector, Vector, tuple[int, ...]]:
-        first, second = np.zeros(layout.size, np.float32), np.zeros(layout.size, np.float32)
-        steps = []
+    def _moments(self, layout: FragmentLayout) -> tuple[Flat, Flat, tuple[int, ...]]:
+        first, second, steps = {}, {}, []
         for spec in layout.tensors:
+            parameter = self._parameters[spec.name]
             # A parameter that no loss has reached yet has no state: that is remembered as step 0.
-            state = self.optimizer.state.get(self._parameters[spec.name], {})
-            if "exp_avg" in state:
-                first[spec.offset : spec.stop] = state["exp_avg"].to("cpu").reshape(-1).numpy()
-                second[spec.offset : spec.stop] = state["exp_avg_sq"].to("cpu").reshape(-1).numpy()
+            state = self.optimizer.state.get(parameter, {})
+            is_cold = "exp_avg" not in state
+            first[spec.name] = torch.zeros_like(parameter) if is_cold else state["exp_avg"]
+            second[spec.name] = torch.zeros_like(parameter) if is_cold else state["exp_avg_sq"]
             steps.append(int(state["step"]) if "step" in state else 0)
-        return first, second, tuple(steps)
+        return kept(gather(layout, first)), kept(gather(layout, second)), tuple(steps)
 
     def _load(self, state: LearnerState) -> None:
         """Fill parameters, buffers and moments. State is made, not filled in: a fresh optimizer has no slots yet."""
         for name, buffer in persistent_buffers(self.model).items():
             buffer.copy_(torch.from_numpy(state.buffers[name].copy()))
         for p, layout in enumerate(self.layouts):
-            unflatten(layout, state.values[p], self._parameters)
+            unflatten(layout, landed(state.values[p]), self._parameters)
+            moments: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
             for spec, num_steps in zip(layout.tensors, state.tensor_steps[p], strict=True):
                 parameter = self._parameters[spec.name]
-                if not num_steps:
-                    self.optimizer.state.pop(parameter, None)
-                    continue
                 # The fused kernels run over raw memory: moments must lie in it as the parameter does, and the step
                 # count on its device.
-                first, second = (
-                    torch.empty_like(parameter.detach()),
-                    torch.empty_like(parameter.detach()),
-                )
-                for moment, vector in ((first, state.first[p]), (second, state.second[p])):
-                    moment.copy_(
-                        torch.from_numpy(vector[spec.offset : spec.stop].copy()).reshape(spec.shape)
-                    )
-                device = parameter.device if self.optimizer.defaults.get("fused") else "cpu"
-                step = torch.tensor(float(num_steps), dtype=torch.float32, device=device)
-                self.optimizer.state[parameter] = {
-                    "step": step,
-                    "exp_avg": first,
-                    "exp_avg_sq": second,
-                }
+                for kind in moments.values():
+                    kind[spec.name] = torch.empty_like(parameter.detach())
+                self.optimizer.state.pop(parameter, None)
+                if num_steps:
+                    device = parameter.device if self.optimizer.defaults.get("fused") else "cpu"
+                    step = torch.tensor(float(num_steps), dtype=torch.float32, device=device)
+                    mine = {key: kind[spec.name] for key, kind in moments.items()}
+                    self.optimizer.state[parameter] = {"step": step, **mine}
+            unflatten(layout, landed(state.first[p]), moments["exp_avg"])
+            unflatten(layout, landed(state.second[p]), moments["exp_avg_sq"])
 
 
 def adamw(

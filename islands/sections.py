@@ -98,6 +98,10 @@ class InnerConfig(Section):
     clip_norm: float = Field(
         default=1.0, gt=0, description="Largest global gradient norm of an inner step."
     )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Number format of the passes over the model; parameters and moments stay float32.",
+    )
 
 
 class OuterConfig(Section):

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from islands.config import RunConfig
 from islands.gradients import GradientLearner
+from islands.landing import sent
 from islands.learner import Learner, adamw
 from islands.model import ModelShape, build_model
 from islands.model import loss as model_loss
+from islands.sections import InnerConfig
 from islands.types import ConfigError, FragmentLayout
 from tasks.runs import Run
 from tasks.stepping import schedule_of
@@ -48,7 +50,7 @@ def build_learner(run: Run, name: str) -> Learner:
     total_tokens = run.own_tokens(name)
     if run.config.sync.sends_gradients:
         schedule = schedule_of(run.config, total_tokens)
-        loss = _loss_of(model, device)
+        loss = _loss_of(model, device, run.config.inner)
         return GradientLearner(name, model, loss, layouts=run.layouts, schedule=schedule)
     return assemble(run.config, name, model, run.layouts, total_tokens=total_tokens, device=device)
 
@@ -62,7 +64,10 @@ def assemble(
     total_tokens: int,
     device: str = "cpu",
 ) -> Learner:
-    """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1)."""
+    """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1).
+
+    Whatever the precision of the passes, parameters, gradients and moments are float32, as is all that is exchanged.
+    """
     inner = config.inner
     return Learner(
         name,
@@ -73,7 +78,7 @@ def assemble(
             betas=(inner.beta1, inner.beta2),
             weight_decay=inner.weight_decay,
         ),
-        _loss_of(model, device),
+        _loss_of(model, device, inner),
         layouts=layouts,
         schedule=schedule_of(config, total_tokens),
         clip_norm=inner.clip_norm,
@@ -81,5 +86,11 @@ def assemble(
     )
 
 
-def _loss_of(model: nn.Module, device: str) -> Callable[[Any], Tensor]:
-    return lambda batch: model_loss(model, torch.from_numpy(batch).to(device))
+def _loss_of(model: nn.Module, device: str, inner: InnerConfig) -> Callable[[Any], Tensor]:
+    place, is_mixed = torch.device(device), inner.precision == "bfloat16"
+
+    def loss(batch: Any) -> Tensor:
+        with torch.autocast(place.type, dtype=torch.bfloat16, enabled=is_mixed):
+            return model_loss(model, sent(batch, place))
+
+    return loss

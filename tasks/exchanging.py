@@ -20,6 +20,7 @@ from islands.codecs import decode as decoded
 from islands.contributions import Contribution, Lineage, Tally, Telemetry, judge
 from islands.feedback import Feedback, Outstanding, after_merge, after_push, compensated
 from islands.fragments import layout_digest, pseudo_gradient
+from islands.landing import landed
 from islands.learner import Base, Copy, Learner, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
 from islands.merging import Vector, tensor_norms
@@ -97,7 +98,7 @@ class Exchange:
             Refused: it breaks a rule the synchronizer would refuse it for; nothing was written.
         """
         run, layout = self.run, self.run.layouts[copy.fragment]
-        delta = pseudo_gradient(copy.anchor, copy.local)
+        delta = pseudo_gradient(copy.anchor, landed(copy.local))
         owed = self.feedback[copy.fragment]
         encoded = encode(compensated(owed, delta) if self._owes else delta, run.config.sync.codec)
         values = decoded(encoded)
@@ -169,18 +170,16 @@ class Exchange:
         record = replace(state.record, previous=self.previous)
         if self.run.store.read(names.FINISHED) is not None:
             raise Refused("finished", f"{self.learner} at {record.position} was not saved")
-        if not all(
-            np.isfinite(vector).all() for vector in (*state.values, *state.first, *state.second)
-        ):
-            raise Refused("non-finite", f"{self.learner} at {record.position} was not saved")
-        name = names.checkpoint(self.learner, record.position)
         arrays: dict[str, npt.NDArray[Any]] = {}
         for p in range(len(self.run.layouts)):
             arrays |= {
-                f"values-{p}": state.values[p],
-                f"first-{p}": state.first[p],
-                f"second-{p}": state.second[p],
+                f"values-{p}": landed(state.values[p]),
+                f"first-{p}": landed(state.first[p]),
+                f"second-{p}": landed(state.second[p]),
             }
+        if not all(np.isfinite(vector).all() for vector in arrays.values()):
+            raise Refused("non-finite", f"{self.learner} at {record.position} was not saved")
+        name = names.checkpoint(self.learner, record.position)
         for b, buffer in enumerate(state.buffers.values()):
             arrays[f"buffer-{b}"] = buffer.reshape(-1)
         arrays |= feedback_arrays(self.feedback)

@@ -214,9 +214,11 @@ class Life:
     def _pace(self, seconds: float) -> None:
         """Take a step's time into the running estimate; a single hiccup must not move it far."""
         self._num_timed += 1
+        if self._num_timed == 1:
+            return  # it loads kernels too, and touches memory for the first time: on a GPU that takes seconds
         known = self._step_seconds or seconds
         # A mean of all steps at first, of about the last hundred later: shared cores are uneven for seconds.
-        share = max(1 / self._num_timed, 0.01)
+        share = max(1 / (self._num_timed - 1), 0.01)
         self._step_seconds = known + share * (min(seconds, 4 * known) - known)
         self._receiver.poll_seconds = min(1.0, max(0.02, self._step_seconds))
 

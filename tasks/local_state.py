@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra.arrays import ArrayReader, write_arrays
 from islands import names
+from islands.landing import landed
 from islands.learner import Copy
 from islands.merging import Vector
 from islands.types import Position, manifest_from_json
@@ -31,7 +32,7 @@ def write_state(driver: Driver) -> None:
     for learner, seat in driver.seats.items():
         for fragment, copy in seat.outbox.items():
             arrays |= {
-                f"{learner}-{fragment}-local": copy.local,
+                f"{learner}-{fragment}-local": landed(copy.local),
                 f"{learner}-{fragment}-anchor": copy.anchor,
             }
         if seat.exchange is not None:

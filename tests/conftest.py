@@ -68,7 +68,7 @@ def reaches(path: Path, libraries: frozenset[str], seen: set[Path] | None = None
 
 
 collect_ignore = [
-    path.name
-    for path in sorted(Path(__file__).parent.glob("test_*.py"))
+    path.relative_to(Path(__file__).parent).as_posix()
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))
     if ABSENT and reaches(path, ABSENT)
 ]

@@ -42,7 +42,7 @@ INFRA_FOR_THE_ROOT = (*INFRA_FOR_FLOWS, "infra.settings", "infra.store", "infra.
 ROOT_FILES = ("flows/cli*.py", "flows/demo.py")
 TORCH_FILES = tuple(
     f"islands/{name}.py"
-    for name in ("model", "data", "optimizers", "learner", "gradients", "scoring")
+    for name in ("model", "data", "optimizers", "learner", "gradients", "landing", "scoring")
 )
 VENDORS_OF_ISLANDS = {
     "numpy": ("islands/*.py", "islands/simulation/*.py"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from islands import turns
 from islands.fragments import lay_out, pseudo_gradient
+from islands.landing import landed
 from islands.learner import (
     Base,
     Learner,
@@ -422,30 +423,30 @@ def test_moments_lie_in_memory_as_their_weights_do() -> None:
         assert state["step"].device == parameter.device
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_learner_on_a_gpu_goes_on_where_it_was_restored() -> None:
-    learners = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        model = Tied().cuda()
+def test_on_the_cpu_a_loss_is_read_in_its_own_step_and_a_copy_is_at_hand() -> None:
+    seen: list[Tensor] = []
+    torch.manual_seed(0)
+    model = Tied()
 
-        def loss(tokens: Tensor, model: nn.Module = model) -> Tensor:
-            return nn.functional.cross_entropy(model(tokens.cuda()), (tokens.cuda() + 1) % 5)
+    def loss(tokens: Tensor) -> Tensor:
+        seen.append(nn.functional.cross_entropy(model(tokens), (tokens + 1) % 5))
+        return seen[-1]
 
-        learners.append(a_learner(model, loss=loss))
-    straight, other = learners
-    started(straight)
-    train(straight, 3)
-    other.model.load_state_dict(straight.model.state_dict())
-    other.restore(straight.state(""), [base.values for base in bases_of(straight)])
-    assert all(state["step"].is_cuda for state in other.optimizer.state.values())
-    train(straight, 3)
-    train(other, 3)
-    for p in range(2):
-        np.testing.assert_allclose(
-            other.local_values(p), straight.local_values(p), rtol=1e-4, atol=1e-6
-        )
+    learner = started(a_learner(model, loss=loss))
+    assert train(learner, 3) == [one.item() for one in seen]
+    copy = learner.copy(0, next_push_steps=6)
+    assert isinstance(copy.local, np.ndarray)
+    assert landed(copy.local) is copy.local
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5])
+def test_adoption_computes_as_numpy_does_in_float32(alpha: float) -> None:
+    learner = started()
+    train(learner, 2)
+    local, public = learner.local_values(0), learner.local_values(0)[::-1].copy()
+    learner.adopt(0, Base(1, "one", public), alpha=alpha, next_push_steps=6)
+    mixed = np.float32(1 - alpha) * public + np.float32(alpha) * local
+    assert np.array_equal(learner.local_values(0), mixed)
 
 
 @pytest.mark.parametrize("make", [Sliced, Tied])
