@@ -6,7 +6,7 @@ where a value came from, and decides nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from islands.overrides import shown
@@ -50,6 +50,7 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
     for island in config.islands:
         yield from _broken_cluster_rules(f"islands.{island.name}.cluster", island.cluster)
     yield from _broken_streaming_rules(sync, num_islands=len(names))
+    yield from _broken_quarantine_rules(config.quarantine, names, sync.min_learners or 1)
 
 
 def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
@@ -96,6 +97,22 @@ def _broken_streaming_rules(sync: SyncConfig, *, num_islands: int) -> Iterator[s
         yield (
             f"sync.min_learners must be the number of islands ({num_islands}) under streaming, "
             f"got {sync.min_learners}; remove it or choose decoupled"
+        )
+
+
+def _broken_quarantine_rules(
+    quarantine: Sequence[str], names: Sequence[str], least: int
+) -> Iterator[str]:
+    if strangers := [name for name in quarantine if name not in names]:
+        yield (
+            f"quarantine must name islands ({', '.join(names)}), got {shown(strangers[0])}; "
+            "correct the name or remove it"
+        )
+    num_left = len(set(names) - set(quarantine))
+    if quarantine and num_left < least:
+        yield (
+            f"quarantine must leave as many islands as a merge needs ({least}), got {num_left} left; "
+            "release one, or lower sync.min_learners"
         )
 
 

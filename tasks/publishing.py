@@ -62,10 +62,17 @@ class Stepped:
         return stored
 
 
-def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt: NewAttempt) -> str:
-    """Publish version 0 from initial values, with zero momentum; return its digest."""
+def publish_first(
+    run: Run,
+    layout: FragmentLayout,
+    values: Vector,
+    new_attempt: NewAttempt,
+    *,
+    momentum: Vector | None = None,
+) -> str:
+    """Publish version 0 from initial values, with zero momentum unless some is given; return its digest."""
     codec = run.config.sync.codec_down
-    pieces = first_chunks(values, codec, run.chunk_of(layout))
+    pieces = first_chunks(values, momentum, codec=codec, chunk_elements=run.chunk_of(layout))
     payload = write_version(run, layout, 0, pieces, new_attempt)
     outer = run.config.outer
     commit = Commit(
@@ -87,14 +94,17 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
     return records.write(run.store, names.version(layout.index, 0), commit.to_json())
 
 
-def first_chunks(values: Vector, codec: str, chunk_elements: int) -> Iterator[Stepped]:
+def first_chunks(
+    values: Vector, momentum: Vector | None, *, codec: str, chunk_elements: int
+) -> Iterator[Stepped]:
     """Yield version 0 chunk by chunk. It has no parent, so under a codec of changes it is there whole."""
     for start, stop in spans(values.size, chunk_elements):
         piece = values[start:stop]
+        moved = piece * 0 if momentum is None else momentum[start:stop]
         if codes_change(codec):
-            yield Stepped(start, piece, piece * 0, None, piece)
+            yield Stepped(start, piece, moved, None, piece)
         else:
-            yield Stepped(start, piece, piece * 0, encode(piece, codec))
+            yield Stepped(start, piece, moved, encode(piece, codec))
 
 
 def fold_contributions(
