@@ -37,6 +37,7 @@ ACTS: Mapping[str, str] = {
     "sync.max_staleness": AT_ONCE,
     "sync.outlier_factor": AT_ONCE,
     "sync.overlap_steps": ON_RESUME,
+    "sync.error_feedback": NEXT_INCARNATION,
     "sync.chunk_bytes": NEXT_INCARNATION,  # of pushes; of versions at once
     "pipeline.*": AT_ONCE,
     "local.*": ON_RESUME,

@@ -510,6 +510,7 @@ def two(alive: Begin) -> Iterator[Callable[[Run, Callable[[Mapping[str, Any]], N
         thread.join(30)
 
 
+@pytest.mark.slow
 def test_a_living_island_is_set_apart_told_so_and_taken_back(
     tmp_path: Path,
     two: Callable[[Run, Callable[[Mapping[str, Any]], None]], None],
