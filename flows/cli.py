@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows import cli_running, screen
+from flows import cli_running, cli_steering, screen
 from flows.cli_options import (
     ConfigFile,
     HtmlFile,
@@ -230,6 +230,8 @@ for command in (
     cli_running.train,
     cli_running.resume,
     cli_running.stop,
+    cli_steering.adjust,
+    cli_steering.quarantine,
 ):
     app.command(command)
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from infra import settings
-from islands.config import RunConfig, parse_config
+from islands.config import RunConfig, parse_config, to_toml
 from islands.types import ConfigError
 
 if TYPE_CHECKING:
+    from tasks.origins import Origin
     from tasks.runs import Run
 
 ConfigFile = Annotated[Path | None, Parameter(help="A TOML file; without one, all defaults.")]
@@ -53,9 +54,11 @@ def resume_line(url: str, name: str) -> str:
     return shlex.join(["diloco", "resume", name, *store])
 
 
-def load(config: Path | None, assignments: tuple[str, ...]) -> RunConfig:
-    """Return the configuration that file, environment and assignments make; or raise ConfigError."""
-    text = ""
+def load(
+    config: Path | None, assignments: tuple[str, ...], base: RunConfig | None = None
+) -> RunConfig:
+    """Return the configuration that file (else `base`), environment and assignments make; or raise ConfigError."""
+    text = "" if base is None else to_toml(base)
     if config is not None:
         try:
             text = config.read_text(encoding="utf-8")
@@ -78,6 +81,18 @@ def load(config: Path | None, assignments: tuple[str, ...]) -> RunConfig:
 def store_url(store: str | None) -> str:
     """Return the store asked for, or the default one."""
     return store if store is not None else load(None, ()).store
+
+
+def open_source(spec: str, config: Path | None, assignments: tuple[str, ...]) -> Origin:
+    """Return what a new run is to begin from; a run without a URL is looked for in the new run's store."""
+    from tasks.origins import open_origin
+
+    known = assignments if config is not None else tuple(a for a in assignments if _sets_store(a))
+    return open_origin(spec, load(config, known).store)
+
+
+def _sets_store(assignment: str) -> bool:
+    return assignment.partition("=")[0].strip() == "store"
 
 
 def absolute_store(url: str) -> str:

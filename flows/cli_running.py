@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -24,6 +26,7 @@ from flows.cli_options import (
     absolute_store,
     load,
     open_named,
+    open_source,
     resume_line,
     store_url,
 )
@@ -35,6 +38,8 @@ from islands.types import ConfigError, ServiceUnavailable
 
 if TYPE_CHECKING:
     from flows.local import Outcome, Watch
+    from flows.pipeline import Started
+    from tasks.origins import Origin
     from tasks.runs import Run
 
 EVALUATE_SECONDS = 60.0
@@ -95,16 +100,25 @@ def train(
     run: Annotated[
         str | None, Parameter(help="Name of the new run; default: run-1, run-2, ...")
     ] = None,
+    from_: Annotated[
+        str | None,
+        Parameter(
+            "--from",
+            help="What it begins from: RUN or RUN@SNAPSHOT (also URL/RUN), or a .safetensors file as `export` writes. "
+            "Without a configuration file, the configuration is that of the origin.",
+        ),
+    ] = None,
     driver: Driver = "prefect",
     detach: Detach = False,
     json: Json = False,
 ) -> int:
     """Train one run to its end. Ctrl-C stops it with its state saved."""
     with following.stopping() as is_stopped:
-        settled = load(config, set_)
+        origin = None if from_ is None else open_source(from_, config, set_)
+        settled = load(config, set_, _base(origin))
         if driver == "local":
             _refuse_to_detach(detach)
-            return _train_here(settled, run, is_stopped, json=json)
+            return _train_here(settled, run, is_stopped, origin=origin, json=json)
         from tasks import creating  # nothing of Prefect before `connect` has said where it is
         from tasks.runs import next_run_id
         from tasks.sharing import require_shareable
@@ -112,8 +126,11 @@ def train(
         require_shareable(settled)
         settled = settled.model_copy(update={"store": absolute_store(settled.store)})
         name = next_run_id(settled.store, "run") if run is None else run
-        creating.prepare_run(settled, name)  # what can be refused, is, before anything begins
-        return _train_there(settled, name, is_stopped, resume=False, detach=detach, json=json)
+        # What can be refused, is, before anything begins.
+        creating.prepare_run(settled, name, origin=origin)
+        spec = None if origin is None else origin.spec
+        start = partial(_start_there, settled, name, origin=spec)
+        return _follow_there(start, settled, is_stopped, detach=detach, json=json)
 
 
 def resume(
@@ -142,7 +159,8 @@ def resume(
         connect()  # before anything is changed
         opened = change_config(opened, set_, settings.environment())
         config = opened.config.model_copy(update={"store": opened.store_url})
-        return _train_there(config, run, is_stopped, resume=True, detach=detach, json=json)
+        start = partial(_start_there, config, run, resume=True)
+        return _follow_there(start, config, is_stopped, detach=detach, json=json)
 
 
 def stop(run: RunName, /, *, store: StoreUrl = None) -> int:
@@ -216,8 +234,20 @@ def _refuse_to_detach(detach: bool) -> None:
         )
 
 
+def _base(origin: Origin | None) -> RunConfig | None:
+    """Return the origin's configuration, to be changed; where it lay is its own affair."""
+    if origin is None or origin.config is None:
+        return None
+    return origin.config.model_copy(update={"store": RunConfig().store})
+
+
 def _train_here(
-    config: RunConfig, run: str | None, is_stopped: following.Claim, *, json: bool
+    config: RunConfig,
+    run: str | None,
+    is_stopped: following.Claim,
+    *,
+    origin: Origin | None,
+    json: bool,
 ) -> int:
     from flows import local
     from tasks.runs import next_run_id
@@ -225,7 +255,7 @@ def _train_here(
     name = next_run_id(config.store, "run") if run is None else run
 
     def work(watch: Watch) -> Outcome:
-        return local.train(config, name, watch=watch, is_stopped=is_stopped)
+        return local.train(config, name, watch=watch, is_stopped=is_stopped, origin=origin)
 
     again = resume_line(config.store, name)
     return following.follow(work, f"run {name} in {config.store}", config.total_tokens, again, json)
@@ -242,19 +272,25 @@ def _resume_here(run: Run, is_stopped: following.Claim, *, json: bool) -> int:
     return following.follow(work, headline, run.config.total_tokens, again, json)
 
 
-def _train_there(
+def _start_there(
+    config: RunConfig, name: str, *, resume: bool = False, origin: str | None = None
+) -> Started:
+    from flows import pipeline
+
+    return pipeline.start(config, name, resume=resume, origin=origin)
+
+
+def _follow_there(
+    start: Callable[[], Started],
     config: RunConfig,
-    name: str,
     is_stopped: following.Claim,
     *,
-    resume: bool,
     detach: bool,
     json: bool,
 ) -> int:
-    found = connect()
-    from flows import pipeline
-
-    started = pipeline.start(config, name, resume=resume)
+    found = connect()  # before anything of Prefect is imported
+    started = start()
+    name = started.run_id
     page = f"{found.prefect_url}/runs/flow-run/{started.flow_run}"
     if not json:
         screen.say(f"run {name} in {config.store}: {page}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count
 
 from prefect import flow
@@ -29,13 +30,15 @@ def island(store: str, run: str, island: str) -> State[str]:
         island: name of the island in the run's configuration.
     """
     opened = open_run(store, run)
-    pipeline, cluster = opened.config.pipeline, opened.island(island).cluster
+    cluster = opened.island(island).cluster
     stopping.let_go_on(opened, new_attempt, island)
-    segment = Segment(store, run, island, pipeline.segment_seconds)
+    segment = Segment(store, run, island, opened.config.pipeline.segment_seconds)
     spec = ClusterSpec(island, **cluster.model_dump(exclude={"kind"}))
     doorman, num_deaths = Doorman(opened), 0
     with open_cluster(spec, segment.topic) as opened_cluster:
         for number in count():
+            pipeline = doorman.run.config.pipeline  # as it stands now
+            segment = replace(segment, seconds=pipeline.segment_seconds)
             state = watch_segment(
                 opened, opened_cluster, segment, number, doorman, return_state=True
             )

@@ -12,6 +12,7 @@ from tasks import building, creating, evaluating
 from tasks.clockwork import Beat
 from tasks.local import Driver
 from tasks.local_state import restore_state
+from tasks.origins import Origin
 from tasks.runs import Run
 
 Watch = Callable[[Beat], None]
@@ -30,14 +31,19 @@ class Outcome:
 
 
 def train(
-    config: RunConfig, run_id: str, *, watch: Watch, is_stopped: Callable[[], bool]
+    config: RunConfig,
+    run_id: str,
+    *,
+    watch: Watch,
+    is_stopped: Callable[[], bool],
+    origin: Origin | None = None,
 ) -> Outcome:
-    """Create a run and train it to its end.
+    """Create a run, from an origin if there is one, and train it to its end.
 
     Raises:
         ConfigError: something is wrong; nothing was created.
     """
-    prepared = creating.prepare_run(config, run_id)
+    prepared = creating.prepare_run(config, run_id, origin=origin)
     driver = _driver(creating.create_run(prepared, creating.attempts_of(prepared)), watch)
     driver.start()
     return _advance(driver, is_stopped)

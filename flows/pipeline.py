@@ -34,8 +34,12 @@ class Started:
     flow_run: str
 
 
-def start(config: RunConfig, run_id: str, *, resume: bool = False) -> Started:
+def start(
+    config: RunConfig, run_id: str, *, resume: bool = False, origin: str | None = None
+) -> Started:
     """Start the deployment `train` for a new run, or for one to go on with, and return at once.
+
+    `origin`: what a new run begins from, named as every process understands it.
 
     Raises:
         ServiceUnavailable: Prefect did not answer, or does not know the deployment.
@@ -44,6 +48,7 @@ def start(config: RunConfig, run_id: str, *, resume: bool = False) -> Started:
         "config": json.loads(config.model_dump_json()),
         "run": run_id,
         "resume": resume,
+        "origin": origin,
     }
     flow_run = deployments.start("train", parameters, name=f"train {run_id}")
     return Started(config.store, run_id, flow_run)

@@ -76,9 +76,10 @@ def render(seen: Status, timeline: Timeline, found: Verification, configuration:
 
 
 def _state(seen: Status) -> str:
+    origin = f" from {escape(seen.origin)}" if seen.origin else ""
     if seen.is_finished:
-        return '<span class="pill good">finished</span>'
-    return '<span class="pill warn">unfinished: a snapshot, perhaps in motion</span>'
+        return f'<span class="pill good">finished</span>{origin}'
+    return f'<span class="pill warn">unfinished: a snapshot, perhaps in motion</span>{origin}'
 
 
 def _tiles(seen: Status, timeline: Timeline, found: Verification) -> Iterator[str]:

@@ -189,7 +189,7 @@ def show_status(status: Status) -> None:
     state = "finished" if status.is_finished else "unfinished"
     say(
         f"run {status.run_id}: {state}, {status.trained:,} of {status.total_tokens:,} tokens trained, "
-        f"merged share {status.merged_share:.3f}"
+        f"merged share {status.merged_share:.3f}{f', from {status.origin}' if status.origin else ''}"
     )
     OUT.print()
     numbers = (

@@ -31,6 +31,7 @@ def train(
     config: RunConfig = RunConfig(),  # noqa: B008  frozen
     run: str | None = None,
     resume: bool = False,
+    origin: str | None = None,
 ) -> State[Any]:
     """Train one model on several islands, from an empty store to an evaluated model.
 
@@ -38,8 +39,10 @@ def train(
         config: Everything the run can be told.
         run: Name of the run: a new one, or with `resume` one that exists. Empty: run-1, run-2, …
         resume: Go on with the run of that name; of the configuration, only `store` is looked at.
+        origin: What a new run begins from: RUN, RUN@SNAPSHOT, URL/RUN@SNAPSHOT or PATH.safetensors, as the machine
+            that serves the flow sees it. Empty: random parameters, from the seed.
     """
-    opened = starting.open_or_create(config, run, resume=resume)
+    opened = starting.open_or_create(config, run, resume=resume, origin=origin)
     starting.name_flow_run(f"train {opened.run_id}")
     supervisor = Supervisor(opened, get_run_logger())
     with starting.tracked(opened) as ending:
@@ -59,12 +62,12 @@ def train(
 
 def _supervise(supervisor: Supervisor) -> str:
     """Tick until all islands have left, then close the run; return how MLflow calls that ending."""
-    run = supervisor.run
     while (outlook := supervisor.outlook()) != "left":
         if outlook == "stopped":
             supervising.wait_until_away(supervisor, _STOP_SECONDS)
             return "KILLED"
         supervisor.tick()
         time.sleep(_TICK_SECONDS)
+    run = supervisor.run
     score = close_run(run, supervising.settle(run, sleep=time.sleep))
     return "FAILED" if score is None else "FINISHED"

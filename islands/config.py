@@ -75,6 +75,10 @@ class RunConfig(Section):
     islands: tuple[IslandConfig, ...] = Field(
         default=DEFAULT_ISLANDS, min_length=1, max_length=1024, description="The learners."
     )
+    quarantine: tuple[str, ...] = Field(
+        default=(),
+        description="Islands that train and adopt, but whose contributions are refused and not waited for.",
+    )
 
     @property
     def quorum(self) -> int:
@@ -163,7 +167,8 @@ def to_toml(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-# What a run is: a resumed run that changed one of these would be another run under the same name.
+# What a run is: a run that changed one of these would be another run under the same name. When a change of any other
+# key acts, `islands/steering.py` says.
 IDENTITY_KEYS: tuple[str, ...] = (
     "format_version",
     "seed",

@@ -183,6 +183,7 @@ class Lineage:
             learner's own last merged one: a learner that lags is still at a high rate when the others' have died down.
         median_norm: running median of merged deltas' norms; 0 while too little is known to refuse any.
         is_finished: the run has ended.
+        quarantined: learners whose contributions do not count for the time being.
     """
 
     head_version: int
@@ -197,6 +198,7 @@ class Lineage:
     outlier_factor: float = math.inf
     median_norm: float = 0.0
     is_finished: bool = False
+    quarantined: frozenset[str] = frozenset()
 
 
 # Far beyond any training, and far enough from float32's end (3e38) for every sum an outer step makes.
@@ -207,9 +209,10 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
     """Return why a contribution may not be merged, or None if it may.
 
     Reasons, first match wins: "finished", "unknown" (no such learner), "layout", "tokens" (none, negative, not whole,
-    or an interval that runs backwards), "non-finite", "fenced" (of an incarnation that has a successor), "future" (its
-    base is ahead of the head), "stale", "lineage" (its base is no version of this run), "overlap" (part of its interval
-    is merged already: a replay, a duplicate, or work that would count twice), "outsized".
+    or an interval that runs backwards), "non-finite", "fenced" (of an incarnation that has a successor),
+    "quarantined" (its island is set apart), "future" (its base is ahead of the head), "stale", "lineage" (its base is
+    no version of this run), "overlap" (part of its interval is merged already: a replay, a duplicate, or work that
+    would count twice), "outsized".
     """
     head, base = lineage.head_version, offer.base_version
     tally = lineage.tallies.get(offer.learner, Tally())
@@ -228,6 +231,7 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
         "tokens": not has_sound_counts(offer) or offer.start >= offer.stop,
         "non-finite": not is_sound,
         "fenced": is_fenced,
+        "quarantined": offer.learner in lineage.quarantined,
         "future": base > head or offer.stop.incarnation > newest,
         "stale": head - base > lineage.max_staleness,
         "lineage": base <= head and lineage.digests.get(base) != offer.base_digest,
@@ -235,6 +239,24 @@ def judge(offer: Contribution, lineage: Lineage) -> str | None:
         "outsized": offer.norm > min(_norm_limit(lineage, tally), LARGEST_NORM),
     }
     return next((reason for reason, is_broken in broken.items() if is_broken), None)
+
+
+# What a refusal means to the learner that sent the work.
+MEANINGS: Mapping[str, str] = {
+    "finished": "the run has ended",
+    "unknown": "no such learner has registered",
+    "layout": "its tensors or their coding are not the run's",
+    "tokens": "its counts are not whole and positive, or more than its account has offered",
+    "non-finite": "its numbers are NaN or infinite",
+    "fenced": "a later incarnation of the learner goes on in its place",
+    "quarantined": "the island is in quarantine; `diloco quarantine RUN ISLAND --release` lets it count again",
+    "future": "its base is a version that nobody published",
+    "stale": "it came too late: its base lies more than sync.max_staleness versions behind",
+    "lineage": "its base is no version of this run",
+    "overlap": "part of its work is merged already",
+    "outsized": "it is longer than sync.outlier_factor times what is usual",
+    "damaged": "what lies in the store is not what was sent",
+}
 
 
 def _norm_limit(lineage: Lineage, tally: Tally) -> float:

@@ -76,6 +76,21 @@ def layout_digest(layout: FragmentLayout) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def list_mismatches(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return in words how the tensors found (name -> shape) differ from those wanted, in the order of their names."""
+    problems = []
+    for name in sorted({*wanted, *found}):
+        if name not in found:
+            problems.append(f"{name} {wanted[name]} is missing")
+        elif name not in wanted:
+            problems.append(f"{name} {found[name]} has no place in the model")
+        elif wanted[name] != found[name]:
+            problems.append(f"{name} is {found[name]} instead of {wanted[name]}")
+    return problems
+
+
 def offset_of(fragment: int, *, period_steps: int, num_fragments: int) -> int:
     """Return the step within a period at which a fragment falls due, in 0..period_steps-1."""
     return (fragment + 1) * period_steps // num_fragments % period_steps

@@ -293,6 +293,14 @@ class Learner:
             next_push_steps=next_push_steps,
         )
 
+    def retune(self, *, schedule: Schedule, clip_norm: float, period_steps: int) -> None:
+        """Go on under other settings from the next step on."""
+        self._clocks = [
+            ledger.after_new_period(clock, old_steps=self.period_steps, new_steps=period_steps)
+            for clock in self._clocks
+        ]
+        self._schedule, self._clip_norm, self.period_steps = schedule, clip_norm, period_steps
+
     def count_replaced(self, fragment: int, num_tokens: int) -> None:
         """Enter that a copy of an earlier interval was dropped unsent."""
         self._clocks[fragment] = ledger.after_replacement(self._clocks[fragment], num_tokens)

@@ -150,6 +150,12 @@ def after_adoption(
     )
 
 
+def after_new_period(clock: FragmentClock, *, old_steps: int, new_steps: int) -> FragmentClock:
+    """Return the clock under another period: what is left until the next push keeps its share of it."""
+    left = max(0, clock.steps_to_push)
+    return replace(clock, steps_to_push=-(-left * new_steps // old_steps))
+
+
 def after_replacement(clock: FragmentClock, num_tokens: int) -> FragmentClock:
     """Return the clock after a copy of an earlier interval, `num_tokens` long, was dropped unsent."""
     return replace(clock, replaced=clock.replaced + num_tokens)

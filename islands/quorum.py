@@ -36,12 +36,13 @@ class Round:
 
     Attributes:
         arrivals: acceptable contributions, at most one per learner.
-        expected: learners alive, whether or not they have arrived.
-        min_learners: distinct learners needed (K), already capped by those that have not left; >= 1.
+        expected: learners alive and not in quarantine, whether or not they have arrived.
+        min_learners: distinct learners needed (K), already capped by those that neither have left nor are in
+            quarantine; >= 1.
         opened_at: when the head was published by this synchronizer; None for a head it found: no pace is owed for it.
         period_seconds: least seconds between two outer steps of one fragment; 0 while unknown.
         grace_seconds: longest extra wait after quorum and pace.
-        is_final: every learner has left: merge what is there, wait for nobody.
+        is_final: every learner that counts has left: merge what is there, wait for nobody.
     """
 
     arrivals: tuple[Arrival, ...]

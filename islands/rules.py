@@ -6,7 +6,7 @@ where a value came from, and decides nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from islands.overrides import shown
@@ -66,6 +66,7 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
         yield from _broken_cluster_rules(f"islands.{island.name}.cluster", island.cluster)
     yield from _broken_blocking_rules(sync, num_islands=len(names))
     yield from _broken_fixed_values(config)
+    yield from _broken_quarantine_rules(config.quarantine, names, sync.min_learners or 1)
 
 
 def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
@@ -125,6 +126,22 @@ def _broken_fixed_values(config: RunConfig) -> Iterator[str]:
                 f"{path} must be {text} under {config.sync.algorithm}, got {shown(got)}; "
                 f"add --set {path}={text}"
             )
+
+
+def _broken_quarantine_rules(
+    quarantine: Sequence[str], names: Sequence[str], least: int
+) -> Iterator[str]:
+    if strangers := [name for name in quarantine if name not in names]:
+        yield (
+            f"quarantine must name islands ({', '.join(names)}), got {shown(strangers[0])}; "
+            "correct the name or remove it"
+        )
+    num_left = len(set(names) - set(quarantine))
+    if quarantine and num_left < least:
+        yield (
+            f"quarantine must leave as many islands as a merge needs ({least}), got {num_left} left; "
+            "release one, or lower sync.min_learners"
+        )
 
 
 def _shown(value: str | None) -> str:

@@ -55,6 +55,20 @@ def build_learner(run: Run, name: str) -> Learner:
     return assemble(run.config, name, model, run.layouts, total_tokens=total_tokens, device=device)
 
 
+def retune(learner: Learner, run: Run) -> None:
+    """Let a learner go on under the run's settings, its AdamW included, from its next step on."""
+    inner = run.config.inner
+    learner.retune(
+        schedule=schedule_of(run.config, run.own_tokens(learner.name)),
+        clip_norm=inner.clip_norm,
+        period_steps=run.config.sync.period_steps,
+    )
+    for group in learner.optimizer.param_groups:
+        group["betas"] = (inner.beta1, inner.beta2)
+        is_decayed = group["params"][0].ndim >= 2
+        group["weight_decay"] = inner.weight_decay if is_decayed else 0.0
+
+
 def assemble(
     config: RunConfig,
     name: str,

@@ -1,4 +1,4 @@
-"""Creating a run: text split and stored, `run.json`, then version 0 of every fragment.
+"""Creating a run: text split and stored, `run.json`, then version 0 of every fragment, from a seed or an origin.
 
 Everything that can be wrong with the configuration is found before anything is written.
 """
@@ -6,7 +6,7 @@ Everything that can be wrong with the configuration is found before anything is 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -22,14 +22,19 @@ from islands.config import RunConfig, identity
 from islands.data import Split, require_enough, split_documents
 from islands.fragments import lay_out
 from islands.learner import embedding_names, flatten, trainable
+from islands.merging import Vector
 from islands.model import build_model
 from islands.types import ConfigError, FragmentLayout, VersionTaken
 from islands.versions import layouts_to_json
 from tasks import records
 from tasks.building import model_shape, require_devices
+from tasks.origins import Origin, gather, load_tensors, reopen_origin, require_match
 from tasks.publishing import publish_first
 from tasks.records import NewAttempt
 from tasks.runs import HELD_OUT, Run, open_run, require_plain, route
+
+# Parameters and momentum of a fragment's version 0; None for zero momentum.
+First = Callable[[FragmentLayout], tuple[Vector, Vector | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,22 @@ class Prepared:
     split: Split
     layouts: tuple[FragmentLayout, ...]
     model: torch.nn.Module
+    origin: Origin | None = None
 
 
 def prepare_run(
-    config: RunConfig, run_id: str, *, model: torch.nn.Module | None = None
+    config: RunConfig,
+    run_id: str,
+    *,
+    model: torch.nn.Module | None = None,
+    origin: Origin | None = None,
 ) -> Prepared:
     """Return the run as it would be created; writes nothing.
 
-    `model` replaces the configured one (its parameters are version 0).
+    `model` replaces the configured one; its parameters are version 0, unless there is an origin.
 
     Raises:
-        ConfigError: occupied or unplain run id, unusable store, device, text, shards or fragments.
+        ConfigError: occupied or unplain run id, unusable store, device, text, shards, fragments or origin.
     """
     require_plain(run_id)
     store = open_store(config.store, durable=config.durable).within(run_id)
@@ -71,7 +81,9 @@ def prepare_run(
         )
     built = build_model(model_shape(config), config.seed) if model is None else model
     layouts = lay_out_model(built, config)
-    return Prepared(config, run_id, store, split, layouts, built)
+    if origin is not None:
+        require_match(origin, layouts)
+    return Prepared(config, run_id, store, split, layouts, built, origin)
 
 
 def split_text(config: RunConfig) -> Split:
@@ -119,6 +131,10 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
         },
         "software": _software(),
     }
+    first = _of_model(prepared.model)
+    if prepared.origin is not None:
+        body["origin"] = dict(prepared.origin.facts)
+        first = _of_origin(prepared.origin)
     try:
         records.write(store, names.RUN, body)
     except VersionTaken as exc:
@@ -126,17 +142,40 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
             f"a run id must be new, got {prepared.run_id!r}, taken just now; choose another name"
         ) from exc
     run = open_run(config.store, prepared.run_id)
-    _publish_missing(run, prepared.model, new_attempt)
+    _publish_missing(run, first, new_attempt)
     return run
 
 
 def complete_run(run: Run) -> None:
-    """Publish version 0 of each fragment that lacks it: the run's creation was interrupted."""
+    """Publish version 0 of each fragment that lacks it: the run's creation was interrupted.
+
+    Raises:
+        ConfigError: its origin is gone.
+    """
     if all(records.read(run.store, names.version(layout.index, 0)) for layout in run.layouts):
         return
-    _publish_missing(
-        run, build_model(model_shape(run.config), run.config.seed), _counted_attempts(run.store)
-    )
+    _publish_missing(run, first_values(run), _counted_attempts(run.store))
+
+
+def first_values(run: Run) -> First:
+    """Return what version 0 of the run's fragments holds: its origin's values, or those of its seed.
+
+    Raises:
+        ConfigError: its origin is gone.
+    """
+    if "origin" in run.facts:
+        return _of_origin(reopen_origin(run.facts["origin"]))
+    return _of_model(build_model(model_shape(run.config), run.config.seed))
+
+
+def _of_model(model: torch.nn.Module) -> First:
+    parameters = trainable(model)
+    return lambda layout: (flatten(layout, parameters), None)
+
+
+def _of_origin(origin: Origin) -> First:
+    tensors = load_tensors(origin)
+    return lambda layout: gather(layout, tensors)
 
 
 def attempts_of(prepared: Prepared) -> NewAttempt:
@@ -149,11 +188,11 @@ def _counted_attempts(store: Store) -> NewAttempt:
     return lambda: f"a-{next(numbers):08x}"
 
 
-def _publish_missing(run: Run, model: torch.nn.Module, new_attempt: NewAttempt) -> None:
-    parameters = trainable(model)
+def _publish_missing(run: Run, first: First, new_attempt: NewAttempt) -> None:
     for layout in run.layouts:
         if records.read(run.store, names.version(layout.index, 0)) is None:
-            publish_first(run, layout, flatten(layout, parameters), new_attempt)
+            values, momentum = first(layout)
+            publish_first(run, layout, values, new_attempt, momentum=momentum)
 
 
 def _software() -> Mapping[str, str]:

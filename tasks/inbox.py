@@ -94,12 +94,16 @@ class View:
         self.head, digest = records.find_head(run.store, layout.index, known)
         self._digests = {self.head.version: digest}
         self._refused = {self.head.version: {verdict.name for verdict in self.head.refused}}
-        for version in range(
-            max(0, self.head.version - run.config.sync.max_staleness - 2), self.head.version
-        ):
-            commit, digest = records.require_commit(run.store, layout.index, version)
+        self.steer(run)
+
+    def steer(self, run: Run) -> None:
+        """Go on under changed settings; with a larger `max_staleness` verdicts depend on older versions too."""
+        oldest = max(0, self.head.version - run.config.sync.max_staleness - 2)
+        for version in set(range(oldest, self.head.version)) - self._digests.keys():
+            commit, digest = records.require_commit(run.store, self.layout.index, version)
             self._digests[version] = digest
             self._refused[version] = {verdict.name for verdict in commit.refused}
+        self._run = run
 
     @property
     def digest(self) -> str:
@@ -182,11 +186,12 @@ class View:
             max_staleness=0 if sync.blocks else sync.max_staleness,
             outlier_factor=math.inf if sync.blocks else sync.outlier_factor,
             median_norm=head.median_norm if is_known else 0.0,
+            quarantined=frozenset(self._run.config.quarantine),
         )
 
     def acceptable(self, members: Members) -> dict[str, Contribution]:
         """Return the contribution of each learner that may be merged now, ordered by learner."""
-        lineage, is_final = self.lineage(members), not self._staying(members)
+        lineage, is_final = self.lineage(members), not self._counting(members)
         offers = [
             offer
             for name, (offer, _) in self.offers.items()
@@ -219,15 +224,15 @@ class View:
     def round(self, members: Members, chosen: Mapping[str, Contribution]) -> Round:
         """Return what the next outer step's timing depends on."""
         config = self._run.config
-        staying = self._staying(members)
+        counting = self._counting(members)
         seconds = [tally.step_seconds for tally in self.head.tallies.values()]
         known = [s for s in [*seconds, *(offer.step_seconds for offer in chosen.values())] if s > 0]
         period = config.sync.period_steps * min(known, default=0.0)
         blocks = config.sync.blocks
         # Where all wait for each other, what one that left had sent stands for nobody who stays.
-        num_needed = len({*staying, *chosen}) if blocks else min(config.quorum, len(staying))
+        num_needed = len({*counting, *chosen}) if blocks else min(config.quorum, len(counting))
         awaited = [
-            name for name in staying if name in members.incarnations and not self._is_silent(name)
+            name for name in counting if name in members.incarnations and not self._is_silent(name)
         ]
         return Round(
             arrivals=tuple(
@@ -238,17 +243,19 @@ class View:
             opened_at=self._opened_at,
             period_seconds=0.0 if blocks else period,
             grace_seconds=0.0 if blocks else config.sync.grace_fraction * period,
-            is_final=not staying,
+            is_final=not counting,
         )
 
     # --- the details ---
 
-    def _staying(self, members: Members) -> list[str]:
-        return [
-            island.name
-            for island in self._run.config.islands
-            if island.name not in members.departed
-        ]
+    def _counting(self, members: Members) -> list[str]:
+        """Return the islands whose contributions may still come and count.
+
+        Where none is left, what those that have left had pending is merged at once, though one in quarantine may still
+        train: it ends with its own share, and the run with it.
+        """
+        away = members.departed | set(self._run.config.quarantine)
+        return [island.name for island in self._run.config.islands if island.name not in away]
 
     def _advance(self, commit: Commit, digest: str, *, opened_at: float | None) -> None:
         self.head, self._opened_at = commit, opened_at

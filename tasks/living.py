@@ -19,6 +19,7 @@ from islands.data import batch_at
 from islands.fragments import own_period
 from islands.learner import Base
 from islands.ledger import LearnerRecord
+from islands.steering import changes_between
 from islands.types import LearnerLost, Refused, StoreUnavailable
 from tasks import building, exchanging, history, pacing, records
 from tasks.exchanging import Exchange
@@ -114,6 +115,8 @@ class Life:
         first_step, now = learner.position.step, begun
         self._receiver.forget_stop()
         while (reason := self._why_end()) is None and now < begun + seconds:
+            if self._receiver.run is not self.run:
+                self._steer(self._receiver.run)
             if self._is_blocked():
                 now = self._wait(begun + seconds)
                 continue
@@ -152,6 +155,16 @@ class Life:
         if failure is not None:
             raise failure
         return self._receiver.reason
+
+    def _steer(self, run: Run) -> None:
+        """Go on under changed settings. Batch size and device stay those this incarnation began with."""
+        building.retune(self._learner, run)
+        changes = ", ".join(map(str, changes_between(self.run.config, run.config)))
+        self.run, self._share = run, run.own_tokens(self.island.name)
+        text = (
+            f"{self.island.name} at step {self._learner.position.step}: settings changed: {changes}"
+        )
+        self._tell({"kind": "log", "level": "info", "text": text})
 
     # --- one step ---
 

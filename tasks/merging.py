@@ -65,6 +65,18 @@ class Synchronizer:
         self._views = open_views(run)
         self._roster = Roster(run)
 
+    def steer(self, run: Run) -> None:
+        """Go on under the settings of this run, the same one opened later.
+
+        Raises:
+            StoreUnavailable: the store did not answer; call again.
+        """
+        if run is self.run:
+            return
+        for view in self._views:
+            view.steer(run)
+        self.run = run
+
     def poll(self, *, now: float) -> Polled:
         """Merge all that is due and return what was done and when to look again.
 

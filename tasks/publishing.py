@@ -66,10 +66,17 @@ class Stepped:
         return stored
 
 
-def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt: NewAttempt) -> str:
-    """Publish version 0 from initial values, with zero momentum; return its digest."""
+def publish_first(
+    run: Run,
+    layout: FragmentLayout,
+    values: Vector,
+    new_attempt: NewAttempt,
+    *,
+    momentum: Vector | None = None,
+) -> str:
+    """Publish version 0 from initial values, with zero momentum unless some is given; return its digest."""
     codec = run.config.sync.codec_down
-    pieces = first_chunks(run, layout, values, codec)
+    pieces = first_chunks(run, layout, values, momentum)
     payload = write_version(run, layout, 0, pieces, new_attempt)
     outer = run.config.outer
     commit = Commit(
@@ -91,15 +98,19 @@ def publish_first(run: Run, layout: FragmentLayout, values: Vector, new_attempt:
     return records.write(run.store, names.version(layout.index, 0), commit.to_json())
 
 
-def first_chunks(run: Run, layout: FragmentLayout, values: Vector, codec: str) -> Iterator[Stepped]:
+def first_chunks(
+    run: Run, layout: FragmentLayout, values: Vector, momentum: Vector | None
+) -> Iterator[Stepped]:
     """Yield version 0 chunk by chunk. It has no parent, so under a codec of changes it is there whole."""
+    codec = run.config.sync.codec_down
     for start, stop in spans(layout.size, run.chunk_of(layout)):
         piece = values[start:stop]
+        moved = piece * 0 if momentum is None else momentum[start:stop]
         second = piece * 0 if run.config.sync.sends_gradients else None
         if codes_change(codec):
-            yield Stepped(start, piece, piece * 0, None, piece, second)
+            yield Stepped(start, piece, moved, None, piece, second)
         else:
-            yield Stepped(start, piece, piece * 0, encode(piece, codec), None, second)
+            yield Stepped(start, piece, moved, encode(piece, codec), None, second)
 
 
 def fold_contributions(

@@ -1,7 +1,7 @@
 """The thread that fetches what a learner should know: newer versions, and reasons to stop.
 
-Knows heads, stops and incarnations; must not know the learner. Headers of all fragments come before any payload. Of
-several new versions only the newest is fetched, or the changes that lead to it where those are fewer bytes.
+Knows heads, stops, settings and incarnations; must not know the learner. Headers of all fragments come before any
+payload. Of several new versions only the newest is fetched, or the changes that lead to it where those are fewer bytes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from islands import names
-from islands.contributions import Tally
+from islands.contributions import MEANINGS, Tally
 from islands.learner import Base
 from islands.types import DamagedObject, IslandsError, LearnerLost, Position, StoreUnavailable
 from islands.versions import Commit
 from tasks import records, stopping
 from tasks.records import Public
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 from tasks.sending import Tell
 
 # How often it looks for versions while the learner waits for one.
 _HURRIED_SECONDS = 0.02
-# How often it looks for a reason to stop.
+# How often it looks for a reason to stop, and for changed settings.
 _CARE_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.5
 # Short: a stop must be seen soon after the store is back.
@@ -90,6 +90,11 @@ class Receiver:
             arrived, self._arrived = self._arrived, {}
         return arrived
 
+    @property
+    def run(self) -> Run:
+        """The run under the settings that hold now, as of the last look."""
+        return self._run
+
     def hurry(self) -> None:
         """Look at once, and often until the pace is set anew: the learner waits for a version."""
         self.poll_seconds = _HURRIED_SECONDS
@@ -148,6 +153,7 @@ class Receiver:
             self._wakes.wait(rest)
 
     def _care(self, num_pardons: int) -> None:
+        self._run = refreshed(self._run)
         reason = self._look_for_reason()
         with self._lock:
             is_stale = reason == "stopped" and num_pardons != self._num_pardons
@@ -186,6 +192,18 @@ class Receiver:
             news.append(later)
         return news
 
+    def _tell_refusals(self, commit: Commit) -> None:
+        """Tell what of this learner's work a version refuses."""
+        for verdict in commit.refused:
+            key = names.parse_contribution(verdict.name)
+            if verdict.learner == self._learner and key is not None:
+                meaning = MEANINGS.get(verdict.reason, verdict.reason)
+                text = (
+                    f"{self._learner}: its work on fragment {key.fragment} up to step {key.stop.step} was refused as "
+                    f"{verdict.reason}: {meaning}"
+                )
+                self._tell({"kind": "log", "level": "warning", "text": text})
+
     def _fetch_all(self, found: Sequence[list[tuple[Commit, str]]]) -> None:
         for news in found:
             fragment = news[0][0].fragment
@@ -198,6 +216,7 @@ class Receiver:
             for commit, _ in news:
                 tally = commit.tallies.get(self._learner, Tally())
                 self._note_merge(fragment, tally.consumed_to)
+                self._tell_refusals(commit)
             head, digest = news[-1]
             base = Base(head.version, digest, public.values)
             self.bytes_down += public.num_bytes

@@ -19,7 +19,8 @@ class IslandStatus:
     """One island as its newest record and the heads say.
 
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
-    most versions its bases lie behind the heads; `state`: "waiting", "training" or "left". `tokens_per_second`: while
+    most versions its bases lie behind the heads; `state`: "waiting", "training", "quarantined" (it trains,
+    and does not count) or "left". `tokens_per_second`: while
     it trains, as last merged, 0 while unknown. `last_seen`: stamp on the newest thing it wrote, by its own clock:
     seconds since 1970, or base steps of the local driver; 0 if there is none.
     """
@@ -51,7 +52,7 @@ class FragmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A run at a glance."""
+    """A run at a glance. `origin`: the snapshot or file it began from, empty for a run that began from its seed."""
 
     run_id: str
     is_finished: bool
@@ -60,6 +61,7 @@ class Status:
     merged_share: float
     islands: tuple[IslandStatus, ...]
     fragments: tuple[FragmentStatus, ...]
+    origin: str = ""
 
 
 def status(run: Run, before: Status | None = None) -> Status:
@@ -96,6 +98,7 @@ def status(run: Run, before: Status | None = None) -> Status:
             _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
         ),
         fragments=tuple(_fragment(run, head, is_finished) for head in heads),
+        origin=run.facts.get("origin", {}).get("spec", ""),
     )
 
 
@@ -116,7 +119,7 @@ def _island(
     return IslandStatus(
         name=name,
         region=run.island(name).region,
-        state="left" if has_left else "waiting" if link is None else "training",
+        state=_state(run, name, has_left, link is not None),
         incarnation=-1 if link is None else link.position.incarnation,
         step=0 if link is None else link.position.step,
         tokens=trained,
@@ -129,6 +132,14 @@ def _island(
         tokens_per_second=_pace(run, name, tallies),
         last_seen=last_seen(run, name),
     )
+
+
+def _state(run: Run, name: str, has_left: bool, has_begun: bool) -> str:
+    if has_left:
+        return "left"
+    if name in run.config.quarantine:
+        return "quarantined"
+    return "training" if has_begun else "waiting"
 
 
 def _pace(run: Run, name: str, tallies: list[Tally]) -> float:

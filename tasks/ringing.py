@@ -62,6 +62,14 @@ class Bell:
         self.num_merges = -1
         self._since: float | None = None  # a quorum is complete, and no head has moved
 
+    def steer(self, run: Run) -> None:
+        """Go on under the settings of this run, the same one opened later."""
+        if run is self._run:
+            return
+        for view in self._views:
+            view.steer(run)
+        self._run = run
+
     def look(self, *, now: float) -> Ring | None:
         """Return the call that is due, None if there is none.
 

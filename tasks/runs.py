@@ -6,8 +6,8 @@ Knows `run.json` and `changes/`; must not know a model (no torch): creating a ru
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -35,6 +35,7 @@ from islands.types import (
     DamagedObject,
     FragmentLayout,
     Manifest,
+    VersionTaken,
     is_plain_name,
     manifest_from_json,
 )
@@ -42,6 +43,7 @@ from islands.versions import layouts_from_json
 from tasks import records
 
 HELD_OUT = "held_out"
+CHANGES = "changes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Run:
         data: payload with one uint8 array per island, "shard-<name>", and "held_out".
         digest: of `run.json`.
         facts: the whole body of `run.json`.
+        num_changes: how many of the recorded changes `config` takes in.
     """
 
     store_url: str
@@ -66,6 +69,7 @@ class Run:
     data: Manifest
     digest: str
     facts: Mapping[str, Any]
+    num_changes: int = 0
 
     def island(self, name: str) -> IslandConfig:
         """Return the settings of one island."""
@@ -100,9 +104,8 @@ def open_run(store_url: str, run_id: str) -> Run:
             f"run must exist in {store_url}, got {run_id!r}; `diloco runs --store {store_url}` lists them"
         )
     facts, digest = found
-    config = _config_of(names.RUN, facts.get("config"))
-    for name, change in _changes(store):
-        config = _config_of(name, change)
+    configs = _configs(store, facts)
+    config, numbers = configs[-1], records.numbers_in(store, CHANGES)
     return Run(
         store_url=store_url,
         run_id=run_id,
@@ -114,6 +117,7 @@ def open_run(store_url: str, run_id: str) -> Run:
         ),
         digest=digest,
         facts=facts,
+        num_changes=max(numbers, default=-1) + 1,
     )
 
 
@@ -139,24 +143,68 @@ def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str
     Raises:
         ConfigError: an identity key would change (all of them are named), or a rule is broken.
     """
-    changed = parse_config(
-        to_toml(run.config), assignments=assignments, environment=environment, source="the run"
-    )
-    changed = changed.model_copy(update={"store": run.config.store})  # it lies where it lies
-    if changed == run.config:
-        return run
-    if broken := changed_identity(identity(run.config), identity(changed)):
-        raise ConfigError(
-            f"a run's identity cannot change on resume, got other values for {', '.join(broken)}; "
-            "keep them, or start a new run"
+
+    def derive(config: RunConfig) -> RunConfig:
+        changed = parse_config(
+            to_toml(config), assignments=assignments, environment=environment, source="the run"
         )
-    sizes = {array.name: array.length for array in run.data.arrays}
-    for island in changed.islands:
-        size, context = sizes[f"shard-{island.name}"], changed.model.context
-        require_enough(island.name, size, batch_size=island.batch_size, context=context)
-    number = records.next_number(run.store, "changes")
-    records.write(run.store, names.numbered("changes", number), changed.model_dump(mode="json"))
+        return changed.model_copy(update={"store": config.store})  # it lies where it lies
+
+    record_change(run, derive)
     return open_run(run.store_url, run.run_id)
+
+
+def record_change(
+    run: Run, derive: Callable[[RunConfig], RunConfig]
+) -> tuple[RunConfig, RunConfig]:
+    """Record other operational settings, unless nothing differs; return what held before, and what holds now.
+
+    Of two that change a run at once, one derives its change anew from what the other has recorded.
+
+    Raises:
+        ConfigError: the run has ended, an identity key would change (all of them are named), or a shard is too small.
+    """
+    while True:
+        run = refreshed(require_unfinished(run))
+        changed = derive(run.config)
+        if changed == run.config:
+            return run.config, changed
+        _require_possible(run, changed)
+        name = names.numbered(CHANGES, run.num_changes)
+        try:
+            records.write(run.store, name, changed.model_dump(mode="json"))
+        except VersionTaken:
+            continue
+        return run.config, changed
+
+
+def refreshed(run: Run) -> Run:
+    """Return the run under the newest of its changes, in the store it was opened with; itself if there is none.
+
+    One that cannot be read changes nothing: `verify` names it, and it must not end whoever looks here.
+    """
+    config, number = run.config, run.num_changes
+    try:
+        while (found := records.read(run.store, names.numbered(CHANGES, number))) is not None:
+            config = _config_of(names.numbered(CHANGES, number), found[0])
+            number += 1
+    except DamagedObject:
+        pass
+    if number == run.num_changes:
+        return run
+    return replace(run, config=config, num_changes=number)
+
+
+def as_most_forgiving(run: Run) -> Run:
+    """Return the run under the settings that, of all it ever had, let the most be collected: that may be gone."""
+    configs = _configs(run.store, run.facts)
+    staleness = min(config.sync.max_staleness for config in configs)
+    retentions = {config.retention for config in configs}
+    update = {
+        "sync": run.config.sync.model_copy(update={"max_staleness": staleness}),
+        "retention": "bounded" if "bounded" in retentions else "all",
+    }
+    return replace(run, config=run.config.model_copy(update=update))
 
 
 def list_runs(store_url: str) -> list[str]:
@@ -183,7 +231,8 @@ def require_unfinished(run: Run) -> Run:
     """
     if run.store.read(names.FINISHED) is not None:
         raise ConfigError(
-            f"a run to resume must not have ended, got {run.run_id!r}, which has; start a new run to train further"
+            f"a run to go on with must not have ended, got {run.run_id!r}, which has; "
+            f"`diloco train --from {run.run_id}` trains further"
         )
     return run
 
@@ -211,11 +260,25 @@ def require_plain(run_id: str) -> str:
     return run_id
 
 
-def _changes(store: Store) -> list[tuple[str, dict[str, Any]]]:
-    ordered = [
-        names.numbered("changes", number) for number in sorted(records.numbers_in(store, "changes"))
+def _configs(store: Store, facts: Mapping[str, Any]) -> list[RunConfig]:
+    """Return every configuration a run has had, oldest first."""
+    changes = [names.numbered(CHANGES, n) for n in sorted(records.numbers_in(store, CHANGES))]
+    return [
+        _config_of(names.RUN, facts.get("config")),
+        *(_config_of(name, records.require(store, name)[0]) for name in changes),
     ]
-    return [(name, records.require(store, name)[0]) for name in ordered]
+
+
+def _require_possible(run: Run, changed: RunConfig) -> None:
+    if broken := changed_identity(identity(run.config), identity(changed)):
+        raise ConfigError(
+            f"a run's identity cannot change, got other values for {', '.join(broken)}; "
+            f"keep them, or start a new run, perhaps with --from {run.run_id}"
+        )
+    sizes = {array.name: array.length for array in run.data.arrays}
+    for island in changed.islands:
+        size, context = sizes[f"shard-{island.name}"], changed.model.context
+        require_enough(island.name, size, batch_size=island.batch_size, context=context)
 
 
 def _config_of(name: str, body: Any) -> RunConfig:

@@ -35,19 +35,27 @@ def settled(config: RunConfig | Mapping[str, Any]) -> RunConfig:
 
 
 def open_or_create(
-    config: RunConfig | Mapping[str, Any], run_id: str | None, *, resume: bool
+    config: RunConfig | Mapping[str, Any],
+    run_id: str | None,
+    *,
+    resume: bool,
+    origin: str | None = None,
 ) -> Run:
     """Return the run to train: a new one with version 0 of every fragment, or an interrupted one taken up again.
 
     Raises:
         ConfigError: something is wrong; nothing was created.
     """
-    from tasks import creating  # torch
+    from tasks import creating, origins  # torch
 
     checked = settled(config)
     # Other processes, in other folders, must come to the same place, and to the same names for it.
     checked = checked.model_copy(update={"store": open_store(checked.store).url})
     if resume:
+        if origin:
+            raise ConfigError(
+                f"origin must be empty with resume, got {origin}; a run goes on from its own state"
+            )
         if run_id is None:
             raise ConfigError(
                 "run is required with resume, got nothing; name the run to go on with"
@@ -57,7 +65,9 @@ def open_or_create(
         creating.complete_run(opened)
         stopping.let_go_on(opened, new_attempt)
         return opened
-    prepared = creating.prepare_run(checked, run_id or next_run_id(checked.store, "run"))
+    source = origins.open_origin(origin, checked.store) if origin else None
+    name = run_id or next_run_id(checked.store, "run")
+    prepared = creating.prepare_run(checked, name, origin=source)
     return creating.create_run(prepared, creating.attempts_of(prepared))
 
 

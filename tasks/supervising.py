@@ -16,13 +16,14 @@ from typing import Any
 from infra import deployments
 from infra.deployments import RunState
 from infra.events import unique_key
+from islands.steering import changes_between
 from islands.types import DamagedObject, ServiceUnavailable, StoreUnavailable
 from tasks import history, records, stopping
 from tasks.collecting import collect
 from tasks.merging import Synchronizer
 from tasks.records import new_attempt
 from tasks.ringing import Bell, Ring
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 _COLLECT_SECONDS = 30.0
@@ -62,6 +63,7 @@ class Supervisor:
     def tick(self) -> None:
         """Look once at everything. What does not answer is looked at again next time."""
         now = time.monotonic()
+        self._try(self._steer)
         self._try(self._watch_islands)
         self._try(partial(self._watch_quorum, now))
         if now - self.collected_at >= _COLLECT_SECONDS:
@@ -98,6 +100,14 @@ class Supervisor:
         except (ServiceUnavailable, StoreUnavailable, DamagedObject) as exc:
             # Damage here may be an object that was collected while we read; what stays damaged, `verify` names.
             self.log.warning("%s", exc)
+
+    def _steer(self) -> None:
+        """Take over changed settings."""
+        before, self.run = self.run, refreshed(self.run)
+        if changes := changes_between(before.config, self.run.config):
+            self.log.info("settings changed: %s", ", ".join(map(str, changes)))
+        if self.bell is not None:
+            self.bell.steer(self.run)
 
     def _watch_islands(self) -> None:
         departed = records.departed(self.run.store)

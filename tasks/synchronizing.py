@@ -13,7 +13,7 @@ from islands.types import StoreUnavailable
 from tasks import records, stopping
 from tasks.merging import Polled, Synchronizer
 from tasks.ringing import Bell
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 
 SHORTEST_LINGER_SECONDS = 10.0
 _LONGEST_PAUSE_SECONDS = 10.0
@@ -45,7 +45,7 @@ def synchronize(
     """Merge all that is due while work arrives; return why it ended.
 
     "settled": all islands have left and everything is merged. "superseded": a later synchronizer goes on. "idle":
-    nothing came for the time it lingers. "stopped": somebody asked.
+    nothing came for the time it lingers. "stopped": somebody asked. Changed settings act between two looks.
 
     Args:
         run: the open run.
@@ -62,6 +62,7 @@ def synchronize(
                 looked_for_stop = now
                 if stopping.is_asked(run):
                     return "stopped"
+                synchronizer.steer(refreshed(synchronizer.run))
             polled = synchronizer.poll(now=now)
             merged = _merged(run, polled)
             pause = 0.5
@@ -76,7 +77,9 @@ def synchronize(
         if polled.is_superseded or polled.is_settled:
             return "superseded" if polled.is_superseded else "settled"
         period = synchronizer.period_seconds()
-        linger = max(SHORTEST_LINGER_SECONDS, run.config.pipeline.linger_periods * period)
+        linger = max(
+            SHORTEST_LINGER_SECONDS, synchronizer.run.config.pipeline.linger_periods * period
+        )
         if now - last_work > linger and polled.wait_seconds == float("inf"):
             return "idle"
         poll = min(_LONGEST_POLL_SECONDS, max(_SHORTEST_POLL_SECONDS, period / _LOOKS_PER_PERIOD))

@@ -31,7 +31,7 @@ from islands.types import DamagedObject, IslandsError
 from islands.versions import Commit, layouts_to_json
 from tasks import records
 from tasks.collecting import SUITE
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 
 EXPERIMENT = "diloco"
 PASS_SECONDS = 3.0
@@ -210,6 +210,8 @@ class RunTracker:
         """
         sent = 0
         try:
+            before, self.run = self.run, refreshed(self.run)
+            self._described = self._described if self.run is before else ""  # other settings hold
             session = self._session = self._session or self._open()
             while points := self._next(session):
                 self._send(session, points)
@@ -300,6 +302,7 @@ class RunTracker:
     def _describe(self, parts: Mapping[str, Found]) -> None:
         """Write down once what the run is. Parameters keep their first value; config.toml is what holds now."""
         config, parent = self.run.config, parts[RUN].run_id
+        software = self.run.facts.get("software", {})
         self._tracker.log_params(parent, config.model_dump(mode="json"))
         facts = {
             "seed": config.seed,
@@ -308,10 +311,8 @@ class RunTracker:
             "islands": len(config.islands),
             "quorum": config.quorum,
             "git_sha": git_commit(),
-            **{
-                f"software.{key}": value
-                for key, value in self.run.facts.get("software", {}).items()
-            },
+            "origin": self.run.facts.get("origin", {}).get("spec"),
+            **{f"software.{key}": value for key, value in software.items()},
         }
         tags = {f"diloco.{key}": str(fact) for key, fact in facts.items() if fact is not None}
         self._tracker.set_tags(parts[RUN], tags)

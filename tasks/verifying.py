@@ -29,7 +29,7 @@ from tasks import records
 from tasks.balancing import balance, check_chains
 from tasks.collecting import find_heads, live_names, retention_facts
 from tasks.evidence import Evidence, Verification
-from tasks.runs import open_run
+from tasks.runs import as_most_forgiving, open_run
 
 _COUNTED = ("synchronizers", "changes", "stops")
 
@@ -47,7 +47,7 @@ def verify(store_url: str, run_id: str) -> Verification:
         found.note(names.RUN, "is missing")
         return found
     try:
-        run = open_run(store_url, run_id)
+        run = as_most_forgiving(open_run(store_url, run_id))
         facts = retention_facts(run, live_names(run), find_heads(run))
     except DamagedObject as exc:
         found.note(exc.name, exc.problem)

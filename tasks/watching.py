@@ -21,7 +21,7 @@ from islands.types import DamagedObject, IslandsError, StoreUnavailable
 from tasks import segments, stopping
 from tasks.records import new_attempt
 from tasks.ringing import Bell
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 from tasks.segments import Segment, Stretch
 
 _LOOK_SECONDS = 1.0
@@ -31,16 +31,22 @@ Log = logging.Logger | logging.LoggerAdapter[Any]
 
 
 class Doorman:
-    """Rings for a synchronizer when one is missing, once per key. One thread."""
+    """Rings for a synchronizer when one is missing, once per key. One thread.
+
+    Attributes:
+        run: under the settings that hold now.
+    """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self._bell = Bell(run)
         self._rung = ""
 
     def look(self, log: Log) -> None:
         """Ring if a call is due; a store that does not answer is looked at again next time."""
         try:
+            self.run = refreshed(self.run)
+            self._bell.steer(self.run)
             ring = self._bell.look(now=time.monotonic())
         except (StoreUnavailable, DamagedObject) as exc:
             log.warning("looking for a quorum: %s", exc)
@@ -48,7 +54,7 @@ class Doorman:
         if ring is not None and ring.key != self._rung:
             self._rung = ring.key
             log.info("a quorum waits, and nobody merges it: %s", ring.key)
-            emit_quorum(self._run.store_url, self._run.run_id, ring.key)
+            emit_quorum(self.run.store_url, self.run.run_id, ring.key)
 
 
 @task(

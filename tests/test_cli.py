@@ -161,6 +161,113 @@ def test_a_run_is_trained_looked_at_scored_exported_sampled_and_verified(desk: D
     assert desk.objects() == before
 
 
+def test_settings_are_adjusted_with_both_values_and_when_they_act(desk: Desk) -> None:
+    create(desk, "first")
+    settings = ("sync.min_learners=2", "islands.east.batch_size=4", "durable=true")
+    said = desk.on("adjust", "--set", *settings)
+    assert (said.status, said.err) == (0, "")
+    assert said.out.splitlines() == [
+        "durable false → true, when the run is stopped and resumed",
+        "sync.min_learners null → 2, at once",
+        "islands.east.batch_size 2 → 4, with the learner's next incarnation",
+    ]
+    assert open_run(desk.url, "first").config.sync.min_learners == 2
+    again = desk.on("adjust", "--set", *settings)
+    assert again.out == "run first: nothing differs, nothing was changed\n"
+    told = json.loads(desk.on("adjust", "--json", "--set", "sync.alpha=0.25").out)
+    assert told == {
+        "changes": [{"key": "sync.alpha", "before": 0.0, "after": 0.25, "acts": "at once"}],
+        "departed": [],
+    }
+
+
+def test_an_island_is_set_apart_and_shown_so(desk: Desk) -> None:
+    create(desk, "first")
+    said = desk.on("quarantine", "west")
+    assert (said.status, said.out) == (0, 'quarantine [] → ["west"], at once\n')
+    rows = [line.split() for line in desk.on("status").out.splitlines()]
+    states = {row[0]: row[2] for row in rows if row and row[0] in ("west", "east")}
+    assert states == {"west": "quarantined", "east": "waiting"}
+    too_many = desk.on("quarantine", "east")
+    assert too_many.status == 2
+    assert "quarantine must leave as many islands as a merge needs (1), got 0 left" in too_many.err
+    assert desk.on("quarantine", "west", "--release").out == 'quarantine ["west"] → [], at once\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["adjust"], "an adjustment must name a setting"),
+        (
+            ["adjust", "--set", "sync.codec=bfloat16"],
+            "identity cannot change, got other values for",
+        ),
+        (["adjust", "--set", "sync.min_learner=1"], "did you mean sync.min_learners?"),
+        (["adjust", "--set", "sync.min_learners=9"], "sync.min_learners must be <="),
+        (["quarantine", "mars"], "an island must be one of the run's (west, east), got 'mars'"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused_and_the_run_untouched(
+    desk: Desk, arguments: list[str], part: str
+) -> None:
+    create(desk, "first")
+    before = desk.objects()
+    said = desk.on(arguments[0], *arguments[1:])
+    assert (said.status, said.out) == (2, "")
+    assert part in said.err
+    assert desk.objects() == before
+
+
+def test_what_has_finished_is_not_adjusted(desk: Desk) -> None:
+    desk.train("--set", "total_tokens=64")
+    before = desk.objects()
+    said = desk.on("adjust", "--set", "sync.alpha=0.5")
+    assert said.status == 2
+    assert "must not have ended, got 'first', which has; `diloco train --from first`" in said.err
+    assert desk.objects() == before
+
+
+def test_a_run_begins_from_another_under_its_configuration_or_from_a_file(desk: Desk) -> None:
+    desk.train()
+    number = json.loads(desk.on("evaluate", "--json").out)["snapshot"]
+    where = ("--set", f"store={desk.url}", "total_tokens=640")
+    local = ("--driver=local", "--run")
+    said = desk.run("train", "--from", f"first@{number}", *local, "second", *where)
+    assert (said.status, said.err) == (0, "")
+    first, second = open_run(desk.url, "first").config, open_run(desk.url, "second").config
+    assert second == first.model_copy(update={"total_tokens": 640})
+    origin = f"{desk.url}/first@{number}"
+    assert f", from {origin}\n" in desk.on("status", run="second").out
+    assert json.loads(desk.on("status", "--json", run="second").out)["origin"] == origin
+    assert desk.on("verify", run="second").status == 0
+
+    desk.on("export", "--to", str(desk.folder / "w.safetensors"))
+    said = desk.run("train", str(desk.config), "--from", "w.safetensors", *local, "third", *where)
+    assert (said.status, said.err) == (0, "")
+    assert f", from {desk.folder}/w.safetensors\n" in desk.on("status", run="third").out
+
+
+@pytest.mark.parametrize("driver", ["local", "prefect"])
+@pytest.mark.parametrize(
+    ("origin", "part"),
+    [
+        ("nobody", "run must exist in"),
+        ("first@999", "an origin's snapshot must be one of"),
+        ("none.safetensors", "must be a readable safetensors file"),
+        ("first", "the tensors of an origin must be those of the configured model"),
+    ],
+)
+def test_an_origin_that_cannot_be_is_refused_before_anything_is_written(
+    desk: Desk, origin: str, part: str, driver: str
+) -> None:
+    desk.train("--set", "total_tokens=640")
+    before = desk.objects()
+    said = desk.train("--from", origin, "--set", "model.width=32", run="second", driver=driver)
+    assert (said.status, said.out) == (2, "")
+    assert part in said.err
+    assert desk.objects() == before
+
+
 def test_a_run_without_a_name_takes_the_next_free_one(desk: Desk) -> None:
     for name in ("run-1", "run-2"):
         said = desk.run("train", str(desk.config), "--driver", "local", "--set", "total_tokens=64")
@@ -607,13 +714,14 @@ def test_a_server_that_only_the_home_tells_of_is_found_by_train_and_stop(
 
 
 def test_looking_needs_no_torch(desk: Desk) -> None:
-    desk.train("--set", "total_tokens=64")
+    create(desk, "first")
     script = f"""
 import sys
 from flows.cli import run_command
 for heavy in ("torch", "zarr", "numpy"):
     assert heavy not in sys.modules, heavy
-for command in (["runs"], ["status", "first"], ["verify", "first"], ["config"]):
+apart = ["quarantine", "first", "west"]
+for command in (["runs"], ["status", "first"], ["verify", "first"], ["config"], apart):
     assert run_command([*command, *([] if command == ["config"] else ["--store", {desk.url!r}])]) == 0
 assert "torch" not in sys.modules
 """

@@ -11,6 +11,7 @@ import pytest
 
 from islands.contributions import (
     LARGEST_COUNT,
+    MEANINGS,
     Consumed,
     Contribution,
     Lineage,
@@ -124,6 +125,7 @@ REFUSED: dict[str, list[tuple[Contribution, Lineage]]] = {
         (replace(OFFER, step_seconds=math.nan), LINEAGE),
     ],
     "fenced": [(OFFER, replace(LINEAGE, incarnations={"east": 2}))],
+    "quarantined": [(OFFER, replace(LINEAGE, quarantined=frozenset({"east", "west"})))],
     "future": [
         (replace(OFFER, base_version=9, base_digest="d9"), LINEAGE),
         (replace(OFFER, stop=Position(2, 3)), LINEAGE),
@@ -146,6 +148,14 @@ REFUSED: dict[str, list[tuple[Contribution, Lineage]]] = {
 def test_each_broken_rule_has_its_own_reason(reason: str) -> None:
     for offer, lineage in REFUSED[reason]:
         assert judge(offer, lineage) == reason, (offer, lineage)
+
+
+def test_what_a_refusal_means_is_said_for_every_reason() -> None:
+    assert set(MEANINGS) == {*REFUSED, "damaged"}
+
+
+def test_the_quarantine_of_another_is_none_of_ours() -> None:
+    assert judge(OFFER, replace(LINEAGE, quarantined=frozenset({"west"}))) is None
 
 
 def test_at_the_limits_a_contribution_may_still_be_merged() -> None:
@@ -194,6 +204,7 @@ def test_the_first_broken_rule_of_the_documented_order_is_named() -> None:
         ("lineage", lambda o, g: (replace(o, base_digest="no"), g)),
         ("stale", lambda o, g: (replace(o, base_version=0), g)),
         ("future", lambda o, g: (replace(o, base_version=99), g)),
+        ("quarantined", lambda o, g: (o, replace(g, quarantined=frozenset({"east"})))),
         ("fenced", lambda o, g: (o, replace(g, incarnations={"east": 5}))),
         ("non-finite", lambda o, g: (replace(o, step_seconds=math.inf), g)),
         ("tokens", lambda o, g: (replace(o, num_steps=0), g)),

@@ -68,7 +68,7 @@ def test_every_flow_has_its_deployment_with_the_schema_of_its_parameters() -> No
     schemas = {flow: deployment(flow).parameter_openapi_schema for flow in deployments.FLOWS}
     names = {flow: list((schema or {})["properties"]) for flow, schema in schemas.items()}
     assert names == {
-        "train": ["config", "run", "resume"],
+        "train": ["config", "run", "resume", "origin"],
         "island": ["store", "run", "island"],
         "synchronize": ["store", "run", "ring"],
         "evaluate": ["store", "run", "snapshot"],

@@ -170,6 +170,36 @@ def test_where_a_change_is_collected_the_newest_version_is_fetched_whole(
         assert np.array_equal(post.arrived[p].base.values, values)
 
 
+def test_each_refusal_is_told_once_though_only_the_newest_version_is_fetched(
+    tmp_path: Path, opened: Opened
+) -> None:
+    keep = ('quarantine=["east"]', 'retention="all"')
+    driver = runs.start(runs.tiny_config(tmp_path, *keep, store=f"memory://{tmp_path.name}"))
+    go_on(driver, 4)
+    refused = [
+        verdict.name
+        for p, newest in heads(driver.run).items()
+        for version in range(1, newest + 1)
+        for verdict in records.require_commit(driver.run.store, p, version)[0].refused
+    ]
+    post = opened(driver.run, bases_of(driver.run, 0))
+    post.weather.down = ("payloads/versions/",)  # the versions are looked at again and again
+    receiver = post.open()
+    wait_for(lambda: post.weather.num_failures > 2)
+    post.weather.down = ()
+    wait_for(lambda: post.versions() == heads(driver.run))
+    receiver.close()
+    told = [str(message["text"]) for message in post.told if "refused" in str(message["text"])]
+    keys = map(names.parse_contribution, refused)
+    assert sorted(told) == sorted(
+        f"east: its work on fragment {key.fragment} up to step {key.stop.step} was refused as quarantined: "
+        "the island is in quarantine; `diloco quarantine RUN ISLAND --release` lets it count again"
+        for key in keys
+        if key is not None
+    )
+    assert len(told) > 3
+
+
 def test_headers_of_all_fragments_are_read_before_any_payload(
     tmp_path: Path, opened: Opened
 ) -> None:

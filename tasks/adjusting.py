@@ -1,0 +1,93 @@
+"""Changing the settings of a run that is under way: `adjust` and `quarantine`. Loads neither Prefect nor torch.
+
+Knows a run and who trains it; must not know who reads a change. Nobody has to be reached: whoever trains, merges or
+supervises finds the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from islands import steering
+from islands.config import RunConfig, config_from_json, parse_config, to_toml
+from islands.steering import Change
+from islands.types import ConfigError
+from tasks import records, stopping
+from tasks.runs import Run, record_change
+from tasks.sharing import was_local
+
+RESUMED = "when the run is resumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Adjusted:
+    """What was changed, and the islands that have left: whatever changed, they train no more."""
+
+    changes: tuple[Change, ...]
+    departed: tuple[str, ...]
+
+
+def adjust(run: Run, assignments: Sequence[str]) -> Adjusted:
+    """Record changed settings of a run that is under way, or stopped.
+
+    Raises:
+        ConfigError: a rule is broken, a key is unknown or no setting that may change, or the run has ended.
+    """
+    if not assignments:
+        raise ConfigError(
+            "an adjustment must name a setting, got none; write for example --set sync.min_learners=3"
+        )
+    is_local = was_local(run)
+
+    def derive(config: RunConfig) -> RunConfig:
+        changed = parse_config(to_toml(config), assignments=assignments, source="the run")
+        if changed.store != config.store:
+            raise ConfigError(
+                f"store must stay where the run lies ({config.store}), got {changed.store}; "
+                f"`diloco train --from {run.run_id}` begins a run elsewhere"
+            )
+        if not is_local:
+            _require_free_pace(config, changed)
+        return changed
+
+    return _record(run, derive, is_local=is_local)
+
+
+def quarantine(run: Run, island: str, *, is_released: bool) -> Adjusted:
+    """Set an island of a run apart, or let its contributions count again.
+
+    Raises:
+        ConfigError: no such island, too few others, or the run has ended.
+    """
+
+    def derive(config: RunConfig) -> RunConfig:
+        apart = set(config.quarantine) - {island} if is_released else {*config.quarantine, island}
+        body = config.model_copy(update={"quarantine": tuple(sorted(apart))}).model_dump_json()
+        return config_from_json(body, source="the run")
+
+    names = [known.name for known in run.config.islands]
+    if island not in names:
+        raise ConfigError(
+            f"an island must be one of the run's ({', '.join(names)}), got {island!r}; correct the name"
+        )
+    return _record(run, derive, is_local=was_local(run))
+
+
+def _record(run: Run, derive: Callable[[RunConfig], RunConfig], *, is_local: bool) -> Adjusted:
+    changes = steering.changes_between(*record_change(run, derive))
+    if is_local or stopping.is_asked(run):
+        changes = tuple(replace(change, acts=RESUMED) for change in changes)
+    return Adjusted(changes, tuple(sorted(records.departed(run.store))))
+
+
+def _require_free_pace(config: RunConfig, changed: RunConfig) -> None:
+    """Refuse what no two learners that wait for one another would take over at the same step."""
+    if config.sync.algorithm == "decoupled":
+        return
+    for change in steering.changes_between(config, changed):
+        if change.key in steering.LOCKSTEP_KEYS:
+            raise ConfigError(
+                f"{change.key} must stay while learners wait for one another (sync.algorithm "
+                f"{config.sync.algorithm}), got {change.after}; stop the run and resume it with --set"
+            )
