@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -184,9 +185,12 @@ class Driver:
                 learner.position.step, fragment
             ):
                 continue
-            if seat.exchange is not None:
-                seat.exchange.catch_up(fragment, learner.clock(fragment).base_version, version)
-            base = exchanging.fetch(self.run, fragment, version)
+            assert seat.exchange is not None  # it comes and goes with the learner
+            base_version = learner.clock(fragment).base_version
+            seat.exchange.catch_up(fragment, base_version, version)
+            base = exchanging.fetch(
+                seat.exchange.run, fragment, version, (base_version, learner.anchor(fragment))
+            )
             steps = self._own_period(seat, fragment)
             learner.adopt(fragment, base, alpha=sync.alpha, next_push_steps=steps)
 
@@ -304,7 +308,8 @@ class Driver:
     def _return(self, seat: Seat, event: Event) -> None:
         name = seat.island.name
         past = history.register(self.run, name, self.new_attempt, stamp=self.clock)
-        heads = exchanging.fetch_heads(self.run)
+        link = exchanging.link_of(self.run, name, past.last)
+        heads = exchanging.fetch_heads(replace(self.run, store=link))
         learner = seat.build()
         owed = exchanging.take_up(self.run, learner, past, heads)
         seat.learner, seat.status = learner, "training"
@@ -315,6 +320,7 @@ class Driver:
             past.last_digest,
             self.new_attempt,
             stamp=self.clock,
+            link=link,
             feedback=owed,
         )
         self.trained[name] = learner.trained
@@ -346,7 +352,7 @@ class Driver:
     def _leave(self, seat: Seat, event: Event) -> None:
         if seat.learner is None or seat.exchange is None:
             return
-        history.leave(self.run, seat.learner.record(seat.exchange.previous), stamp=self.clock)
+        history.leave(self.run, seat.exchange.linked(seat.learner.record("")), stamp=self.clock)
         seat.learner, seat.exchange, seat.status = None, None, "left"
         self._tell(seat, "leaves")
         self.schedule(self.now, Kind.MERGE)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from islands import names
 from islands.contributions import Tally
 from islands.ledger import LearnerRecord
+from islands.traffic import per_merged_token
 from islands.types import IslandsError
 from islands.versions import Commit
 from tasks import records
@@ -20,7 +21,9 @@ class IslandStatus:
 
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
     most versions its bases lie behind the heads; `state`: "waiting", "training" or "left". `tokens_per_second`: while
-    it trains, as last merged, 0 while unknown. `last_seen`: stamp on the newest thing it wrote, by its own clock:
+    it trains, as last merged, 0 while unknown. `replaced_copies`, `replaced_tokens`: copies dropped unsent for newer
+    ones, and their tokens, over all fragments. `bytes_up`, `bytes_down`: payload bytes it has pushed and fetched, over
+    all its incarnations. `last_seen`: stamp on the newest thing it wrote, by its own clock:
     seconds since 1970, or base steps of the local driver; 0 if there is none.
     """
 
@@ -36,6 +39,10 @@ class IslandStatus:
     refused: dict[str, int]
     tokens_per_second: float = 0.0
     last_seen: float = 0.0
+    replaced_copies: int = 0
+    replaced_tokens: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,10 @@ class FragmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A run at a glance."""
+    """A run at a glance.
+
+    `bytes_per_merged_token_up`, `…_down`: payload bytes of all islands for each token in the model; None while none is.
+    """
 
     run_id: str
     is_finished: bool
@@ -60,6 +70,8 @@ class Status:
     merged_share: float
     islands: tuple[IslandStatus, ...]
     fragments: tuple[FragmentStatus, ...]
+    bytes_per_merged_token_up: float | None = None
+    bytes_per_merged_token_down: float | None = None
 
 
 def status(run: Run, before: Status | None = None) -> Status:
@@ -86,6 +98,7 @@ def status(run: Run, before: Status | None = None) -> Status:
     merged = sum(head.merged_tokens for head in heads)
     gone = records.departed(run.store)
     is_finished = run.store.read(names.FINISHED) is not None
+    links = [link for link in lasts.values() if link is not None]
     return Status(
         run_id=run.run_id,
         is_finished=is_finished,
@@ -96,6 +109,12 @@ def status(run: Run, before: Status | None = None) -> Status:
             _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
         ),
         fragments=tuple(_fragment(run, head, is_finished) for head in heads),
+        bytes_per_merged_token_up=per_merged_token(
+            sum(link.bytes_up for link in links), merged / len(heads)
+        ),
+        bytes_per_merged_token_down=per_merged_token(
+            sum(link.bytes_down for link in links), merged / len(heads)
+        ),
     )
 
 
@@ -128,6 +147,10 @@ def _island(
         refused=refused,
         tokens_per_second=_pace(run, name, tallies),
         last_seen=last_seen(run, name),
+        replaced_copies=0 if link is None else link.replaced_copies,
+        replaced_tokens=0 if link is None else link.replaced_tokens,
+        bytes_up=0 if link is None else link.bytes_up,
+        bytes_down=0 if link is None else link.bytes_down,
     )
 
 
