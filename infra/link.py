@@ -19,7 +19,6 @@ from collections.abc import Callable
 from infra.store import Store
 from islands.types import StoreUnavailable
 
-
 _LOOK_SECONDS = 1.0
 
 

@@ -101,6 +101,7 @@ class Life:
                 tell,
                 note_merge=self._sender.note_merge,
             )
+            link.meanwhile = self._receiver.care
             stack.pop_all()
 
     @property
@@ -241,7 +242,8 @@ class Life:
 
     def _stop(self) -> None:
         """Write what is handed over, then a checkpoint; what is not copied stays open, and lives in the checkpoint."""
-        self._sender.drain(DRAIN_SECONDS / 2)
+        if not self._sender.drain(DRAIN_SECONDS / 2):
+            self._exchange.link.lift()  # the checkpoint must not wait for a link too narrow for what is handed over
         self._count_dropped()
         self._save()
         if not self._sender.drain(DRAIN_SECONDS / 2):

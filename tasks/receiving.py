@@ -93,6 +93,13 @@ class Receiver:
                 self.reason = None
         self._wakes.set()
 
+    def care(self) -> None:
+        """Look for a reason to end; for its own thread, while a slow fetch keeps that from its round."""
+        try:
+            self._care(self._num_pardons)
+        except StoreUnavailable as exc:
+            self._warn(exc)
+
     def close(self) -> None:
         """End the thread."""
         self._is_closed = True
