@@ -15,6 +15,7 @@ from islands import names
 from islands.contributions import Contribution, Lineage, Tally, Verdict, judge, newest_per_learner
 from islands.fragments import layout_digest, own_period
 from islands.quorum import Arrival, Expectation, Round, first_merge_at
+from islands.retention import is_too_old
 from islands.types import DamagedObject, FragmentLayout
 from islands.versions import Commit
 from tasks import records
@@ -92,6 +93,8 @@ class View:
             str, float
         ] = {}  # seconds from opening a head to a learner's contribution, running mean
         self._missed: dict[str, int] = {}
+        # Name of what came too old -> first version not searched for its refusal.
+        self._looked_from: dict[str, int] = {}
         self.head, digest = records.find_head(run.store, layout.index, known)
         self._digests = {self.head.version: digest}
         self._refused = {self.head.version: {verdict.name for verdict in self.head.refused}}
@@ -144,7 +147,7 @@ class View:
         present = set()
         for name in self._run.store.list_names(f"inbox/f{self.layout.index:04d}/"):
             key = names.parse_contribution(name)
-            if key is None or self._is_settled(key):
+            if key is None or self._is_settled(name, key):
                 continue
             present.add(name)
             if name not in self.offers and name not in self.damaged:
@@ -157,6 +160,9 @@ class View:
         self.damaged = {name: verdict for name, verdict in self.damaged.items() if name in present}
         self._first_seen = {
             name: seen for name, seen in self._first_seen.items() if name in present
+        }
+        self._looked_from = {
+            name: version for name, version in self._looked_from.items() if name in present
         }
 
     def note_damage(self, name: str) -> None:
@@ -280,11 +286,21 @@ class View:
     def _is_recorded(self, name: str) -> bool:
         return any(name in refused for refused in self._refused.values())
 
-    def _is_settled(self, key: names.ContributionKey) -> bool:
+    def _is_settled(self, name: str, key: names.ContributionKey) -> bool:
         """Say whether a contribution's fate is decided: merged, passed over, or recorded as too old long ago."""
-        tally = self.head.tallies.get(key.learner, Tally())
-        is_too_old = key.base_version + self._run.config.sync.max_staleness + 2 < self.head.version
-        return key.stop <= tally.consumed_to or is_too_old
+        if key.stop <= self.head.tallies.get(key.learner, Tally()).consumed_to:
+            return True
+        is_old = is_too_old(key, self.head.version, self._run.config.sync.max_staleness)
+        return is_old and self._was_refused(name, key)
+
+    def _was_refused(self, name: str, key: names.ContributionKey) -> bool:
+        """Say whether any version has recorded a refusal: those at hand do not reach back far enough."""
+        start = self._looked_from.get(name, key.base_version + 1)
+        store, head = self._run.store, self.head
+        if records.find_refusal(store, name, head.fragment, range(start, head.version + 1)) is None:
+            self._looked_from[name] = head.version + 1
+            return False
+        return True
 
     def _receive(self, name: str, key: names.ContributionKey) -> None:
         for attempt in (1, 2):

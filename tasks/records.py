@@ -6,7 +6,7 @@ Knows names and record types; must not know how a record is made or judged. No t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,15 @@ def require_commit(store: Store, fragment: int, version: int) -> tuple[Commit, s
     if found is None:
         raise DamagedObject(names.version(fragment, version), "is missing")
     return found
+
+
+def find_refusal(store: Store, name: str, fragment: int, versions: Iterable[int]) -> int | None:
+    """Return the first of these versions of a fragment that has recorded a contribution's refusal, None if none has."""
+    for version in versions:
+        commit, _ = require_commit(store, fragment, version)
+        if any(verdict.name == name for verdict in commit.refused):
+            return version
+    return None
 
 
 def find_head(store: Store, fragment: int, known: int = 0) -> tuple[Commit, str]:

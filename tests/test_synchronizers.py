@@ -20,10 +20,11 @@ from infra.store import Store
 from islands import names
 from islands.contributions import Contribution
 from islands.types import Position, VersionTaken
-from tasks import history, records
+from tasks import collecting, history, records
 from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.merging import Synchronizer
+from tasks.reporting import status
 from tasks.runs import Run
 from tasks.verifying import verify
 from tests import runs
@@ -269,6 +270,47 @@ def test_a_contribution_that_breaks_a_rule_is_refused_by_name_and_the_others_mer
     assert refusals(run) == {bad.name: reason}
     assert good.learner in {entry.learner for entry in head.consumed}
     assert head.tallies[good.learner].refused[reason][0] == 1
+
+
+@pytest.mark.parametrize("age", [1, 2, 3, 5])
+def test_a_contribution_beyond_the_staleness_is_refused_as_stale_once_however_late_it_comes(
+    tmp_path: Path, age: int
+) -> None:
+    """It first appears one, two, three and five versions too late: nobody can have judged it before."""
+    options = ("sync.max_staleness=1", "total_tokens=8_000")
+    driver = runs.start(runs.tiny_config(tmp_path, *options, store=f"memory://too-late-{age}"))
+    run = driver.run
+    while records.find_head(run.store, 0)[0].version < 7 or not fresh_pushes(run):
+        assert driver.advance()
+    good = pending(run)
+    base = good.base_version - 1 - age
+    digest = records.require_commit(run.store, 0, base)[1]
+    stop = Position(good.stop.incarnation, good.stop.step + 1)
+    old = replace(good, base_version=base, base_digest=digest, stop=stop)
+    records.write(run.store, old.name, old.to_json())
+    collecting.collect(run)
+    runs.finish(driver)
+    recorded = [
+        verdict.reason
+        for version in range(1, records.find_head(run.store, 0)[0].version + 1)
+        for verdict in records.require_commit(run.store, 0, version)[0].refused
+        if verdict.name == old.name
+    ]
+    assert recorded == ["stale"]
+    assert {i.name: i for i in status(run).islands}[good.learner].refused["stale"] >= 1
+    assert run.store.read(old.name) is None  # written down, so it could go
+
+
+def fresh_pushes(run: Run) -> list[str]:
+    """Return what waits in fragment 0 on its head."""
+    head, _ = records.find_head(run.store, 0)
+    found = []
+    for name in run.store.list_names("inbox/f0000/"):
+        key = names.parse_contribution(name)
+        is_fresh = key is not None and key.base_version == head.version
+        if is_fresh and key.stop > head.tallies[key.learner].consumed_to:
+            found.append(name)
+    return found
 
 
 @pytest.mark.parametrize(
