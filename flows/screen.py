@@ -224,7 +224,7 @@ def show_status(status: Status) -> None:
     OUT.print()
     table(
         ("fragment",),
-        ("elements", "version", "merged tokens", "pending"),
+        ("elements", "version", "merged tokens", "pending", "islands\nwaiting"),
         [
             (
                 str(f.index),
@@ -232,6 +232,7 @@ def show_status(status: Status) -> None:
                 str(f.version),
                 f"{f.merged_tokens:,}",
                 str(f.pending),
+                f"{f.waiting} of {f.quorum}",
             )
             for f in status.fragments
         ],

@@ -21,7 +21,8 @@ Keys:
                   eval/bigram
     synchronizer  sync/version_f<p>, sync/quorum (contributions merged), sync/merged_tokens (by this version),
                   sync/refused (contributions refused in it), sync/staleness_mean, sync/median_norm,
-                  sync/merge_interval_seconds (since the fragment's version before)
+                  sync/merge_interval_seconds (since the fragment's version before), sync/refused_<reason> (so far, over
+                  all fragments and islands)
     an island     train/loss (bits per token), train/tokens, train/tokens_per_second, train/idle_percent,
                   sync/staleness (versions), sync/merged_share (as the run's),
                   sync/share_of_merges (its weight over all weights of the version), sync/refused (contributions of it
@@ -118,7 +119,7 @@ def points_of(
         return
     step, after = merged_tokens(commit, heads), _after(commit, heads)
     yield from _run_points(commit, after, tokens_per_step, step)
-    yield from _synchronizer_points(commit, heads[commit.fragment], step)
+    yield from _synchronizer_points(commit, heads[commit.fragment], after, step)
     all_weights = math.fsum(entry.weight for entry in commit.consumed)
     for entry in commit.consumed:
         tallies = [head.tallies.get(entry.learner, Tally()) for head in after]
@@ -185,6 +186,16 @@ def moved_bytes(heads: Iterable[Commit]) -> tuple[int, int]:
     return sum(up for up, _ in moved.values()), sum(down for _, down in moved.values())
 
 
+def refused_so_far(heads: Iterable[Commit]) -> dict[str, int]:
+    """Return reason -> contributions refused for it, over all fragments and islands, ordered by reason."""
+    counts: dict[str, int] = {}
+    for head in heads:
+        for tally in head.tallies.values():
+            for reason, (count, _) in tally.refused.items():
+                counts[reason] = counts.get(reason, 0) + count
+    return dict(sorted(counts.items()))
+
+
 def trained_at(entry: Consumed) -> int:
     """Return the tokens a learner had trained at the end of a contribution: its steps times its tokens per step."""
     return entry.stop.step * entry.num_tokens // entry.num_steps
@@ -222,7 +233,9 @@ def _run_points(
     yield from _points(RUN, values, _step(step), _time(commit.at, 0.0))
 
 
-def _synchronizer_points(commit: Commit, before: Commit, step: int) -> Iterator[Point]:
+def _synchronizer_points(
+    commit: Commit, before: Commit, after: Sequence[Commit], step: int
+) -> Iterator[Point]:
     consumed = commit.consumed
     values = {
         f"sync/version_f{commit.fragment}": float(commit.version),
@@ -232,6 +245,8 @@ def _synchronizer_points(commit: Commit, before: Commit, step: int) -> Iterator[
         "sync/staleness_mean": _ratio(sum(entry.staleness for entry in consumed), len(consumed)),
         "sync/median_norm": commit.median_norm,
     }
+    for reason, count in refused_so_far(after).items():
+        values[f"sync/refused_{reason}"] = float(count)
     if before.version > 0:  # version 0 was made with the run, not by a merge
         values["sync/merge_interval_seconds"] = commit.at - before.at
     yield from _points(SYNCHRONIZER, values, _step(step), _time(commit.at, 0.0))

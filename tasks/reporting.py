@@ -47,13 +47,18 @@ class IslandStatus:
 
 @dataclass(frozen=True, slots=True)
 class FragmentStatus:
-    """One fragment: elements, head version, merges, and contributions not consumed yet."""
+    """One fragment: elements, head version, merges, and contributions not consumed yet.
+
+    `waiting`: islands that have one; `quorum`: how many must, for the next merge: no more than have not left.
+    """
 
     index: int
     elements: int
     version: int
     merged_tokens: int
     pending: int
+    waiting: int = 0
+    quorum: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ def status(run: Run, before: Status | None = None) -> Status:
         islands=tuple(
             _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
         ),
-        fragments=tuple(_fragment(run, head, is_finished) for head in heads),
+        fragments=tuple(_fragment(run, head, len(gone), is_finished) for head in heads),
         bytes_per_merged_token_up=per_merged_token(
             sum(link.bytes_up for link in links), merged / len(heads)
         ),
@@ -160,11 +165,20 @@ def _pace(run: Run, name: str, tallies: list[Tally]) -> float:
     return num_tokens / newest.step_seconds if newest.step_seconds > 0 else 0.0
 
 
-def _fragment(run: Run, head: Commit, is_finished: bool) -> FragmentStatus:
+def _fragment(run: Run, head: Commit, num_gone: int, is_finished: bool) -> FragmentStatus:
     layout = run.layouts[head.fragment]
     keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{head.fragment:04d}/"))
     pending = [
         key for key in keys if key and key.stop > head.tallies.get(key.learner, Tally()).consumed_to
     ]
-    num_pending = 0 if is_finished else len(pending)
-    return FragmentStatus(layout.index, layout.size, head.version, head.merged_tokens, num_pending)
+    if is_finished:
+        pending = []
+    return FragmentStatus(
+        layout.index,
+        layout.size,
+        head.version,
+        head.merged_tokens,
+        len(pending),
+        waiting=len({key.learner for key in pending}),
+        quorum=max(1, min(run.config.quorum, len(run.config.islands) - num_gone)),
+    )

@@ -177,6 +177,20 @@ def test_one_island_alone_trains_and_merges(tmp_path: Path) -> None:
     assert status(run).merged_share > 0.9
 
 
+def test_the_last_of_three_islands_goes_on_merging_alone(tmp_path: Path) -> None:
+    """A quorum of two, and two islands that die for good: what is needed falls with those that are left."""
+    faults = 'local.faults=[{island="north", step=7}, {island="west", step=10}]'
+    run = runs.train(runs.tiny_config(tmp_path, faults, "sync.min_learners=2"))
+    require_balance(run)
+    head, _ = records.find_head(run.store, 0)
+    last, _ = records.require_commit(run.store, 0, head.version - 1)
+    assert [entry.learner for entry in last.consumed] == ["east"]
+    assert head.version > last.tallies["north"].last_version + 3
+    before = records.read_public(run.store, last)
+    assert (records.read_public(run.store, head) != before).any()
+    assert {i.name: i.tokens for i in status(run).islands}["east"] >= run.own_tokens("east")
+
+
 def test_islands_in_phase_without_delay_lose_nothing(tmp_path: Path) -> None:
     plain = (
         "islands.north.speed=1.0",
@@ -194,11 +208,22 @@ def test_islands_in_phase_without_delay_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_learner_five_times_slower_contributes_all_the_same(tmp_path: Path) -> None:
+    """It holds nobody up, is merged again and again, and always with the tokens it trained."""
     run = runs.train(runs.tiny_config(tmp_path, "islands.north.speed=0.2", "total_tokens=8_000"))
     require_balance(run)
     seen = {island.name: island for island in status(run).islands}
     assert seen["north"].merged_share > 0.3
     assert seen["east"].merged_share > 0.5
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        commits = [
+            records.require_commit(run.store, layout.index, v)[0] for v in range(1, head.version)
+        ]
+        own = [(c.version, e) for c in commits for e in c.consumed if e.learner == "north"]
+        assert all(entry.num_tokens == 32 * entry.num_steps for _, entry in own)
+        gaps = [later - earlier for (earlier, _), (later, _) in pairwise(own)]
+        assert len(own) >= 2
+        assert max(gaps) <= 4
 
 
 def test_a_learner_behind_a_slow_link_is_merged_late_and_discounted(tmp_path: Path) -> None:

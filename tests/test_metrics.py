@@ -191,6 +191,20 @@ def test_an_island_is_told_of_its_training_and_its_part_in_the_merge() -> None:
     assert west["sync/share_of_merges"] == 0.25
 
 
+def test_refusals_are_told_by_reason_over_all_fragments_and_islands() -> None:
+    def with_refusals(commit: Commit, **rows: dict[str, tuple[int, int]]) -> Commit:
+        tallies = {name: Tally(refused=refused) for name, refused in rows.items()}
+        return replace(commit, tallies=tallies)
+
+    commit = with_refusals(COMMIT, east={"stale": (2, 64)}, west={"fenced": (1, 16)})
+    other = with_refusals(OTHER, west={"stale": (3, 48)})
+    told = values_of(list(points_of(commit, (other, BEFORE), RATES)), SYNCHRONIZER)
+    assert {key: value for key, value in told.items() if key.startswith("sync/refused_")} == {
+        "sync/refused_fenced": 1,
+        "sync/refused_stale": 5,
+    }
+
+
 def test_a_refused_learner_is_told_so_also_where_nothing_of_it_was_merged() -> None:
     assert [p for p in points() if p.run == island_part("north")] == [
         Point(island_part("north"), "sync/refused", 1.0, 0, 1002.5)
