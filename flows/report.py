@@ -95,6 +95,9 @@ def _tiles(seen: Status, timeline: Timeline, found: Verification) -> Iterator[st
     else:
         yield _tile("no score", "no snapshot has been evaluated")
     yield _tile(f"{len(timeline.merges):,}", f"merges of {timeline.num_fragments} fragments")
+    up, down = seen.bytes_per_merged_token_up, seen.bytes_per_merged_token_down
+    if up is not None and down is not None:
+        yield _tile(f"{up:,.1f} / {down:,.1f}", "payload bytes up / down per merged token")
     num_lives = sum(len(lane.bars) for lane in timeline.lanes)
     yield _tile(f"{len(timeline.lanes)}", f"islands in {num_lives} incarnations")
     if found.problems:
@@ -162,9 +165,14 @@ def _shares(seen: Status, timeline: Timeline) -> str:
     rows = []
     for i, island in enumerate(seen.islands):
         shares = (island.share, weights.get(island.name, 0.0), island.merged_share)
-        rows.append([escape(island.name), *(_gauge(share, colour(i)) for share in shares)])
-    heads = ("island", "share of trained tokens", "share of merge weight", "merged share")
-    return _table(heads, rows, num_words=len(heads))
+        replaced = f"{island.replaced_copies:,}"
+        if island.replaced_copies:
+            replaced += f" of {island.replaced_tokens:,} tokens"
+        gauges = (_gauge(share, colour(i)) for share in shares)
+        rows.append([escape(island.name), *gauges, replaced])
+    gauged = ("share of trained tokens", "share of merge weight", "merged share")
+    heads = ("island", *gauged, "copies replaced unsent")
+    return _table(heads, rows, num_words=len(heads) - 1)
 
 
 def _gauge(share: float, paint: str) -> str:

@@ -224,7 +224,7 @@ def show_status(status: Status) -> None:
     OUT.print()
     table(
         ("fragment",),
-        ("elements", "version", "merged tokens", "pending"),
+        ("elements", "version", "merged tokens", "pending", "islands\nwaiting"),
         [
             (
                 str(f.index),
@@ -232,10 +232,28 @@ def show_status(status: Status) -> None:
                 str(f.version),
                 f"{f.merged_tokens:,}",
                 str(f.pending),
+                f"{f.waiting} of {f.quorum}",
             )
             for f in status.fragments
         ],
     )
+    _show_traffic(status)
+
+
+def _show_traffic(status: Status) -> None:
+    """Print what the wire carried for the model, and what it could not carry; nothing before the first merge."""
+    up, down = status.bytes_per_merged_token_up, status.bytes_per_merged_token_down
+    if up is None or down is None:
+        return
+    OUT.print()
+    say(f"payload bytes per merged token: {up:.2f} up, {down:.2f} down")
+    late = [
+        f"{i.name} {i.replaced_copies:,} of {i.replaced_tokens:,} tokens"
+        for i in status.islands
+        if i.replaced_copies
+    ]
+    if late:
+        say(f"copies replaced before they were sent: {', '.join(late)}, counted once per fragment")
 
 
 def _seen(stamp: float) -> str:

@@ -36,7 +36,8 @@ class Telemetry:
         at: seconds since 1970 by the writer's own clock; the local driver writes base steps.
         loss: smoothed training loss at the copy, in nats per token; 0 while unknown.
         idle_share: share of the learner's thread, since its incarnation began, spent in neither steps nor adoptions.
-        bytes_up, bytes_down: payload bytes this incarnation has pushed before, and has fetched.
+        bytes_up, bytes_down: as the learner's account has them, this contribution included.
+        replaced_copies, replaced_tokens: copies dropped unsent, over all fragments, as the account has them.
     """
 
     at: float = 0.0
@@ -44,6 +45,8 @@ class Telemetry:
     idle_share: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
+    replaced_copies: int = 0
+    replaced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class Tally:
 
     `consumed_to`: end of the last merged interval; `norm`: length of that delta. `offered`: the mark, = merged +
     passed_over. `refused` maps a reason to (contributions, tokens); refused tokens are also passed over, or still
-    beyond the mark.
+    beyond the mark. `bytes_up`, `bytes_down`: what the learner had moved by the last merged one, as it said.
     """
 
     consumed_to: Position = Position(-1, 0)
@@ -131,6 +134,8 @@ class Tally:
     norm: float = 0.0
     last_version: int = 0
     refused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
 
     @property
     def passed_over(self) -> int:
@@ -356,6 +361,8 @@ def after_merge(
             step_seconds=entry.step_seconds or old.step_seconds,
             norm=entry.norm,
             last_version=version,
+            bytes_up=max(old.bytes_up, entry.telemetry.bytes_up),
+            bytes_down=max(old.bytes_down, entry.telemetry.bytes_down),
         )
     for verdict in refused:
         old = result.get(verdict.learner, Tally())

@@ -307,6 +307,10 @@ class Learner:
 
     # --- what is written down ---
 
+    def anchor(self, fragment: int) -> Vector:
+        """Return the published values it anchors on; they are never written to."""
+        return self._anchors[fragment]
+
     def record(self, previous: str) -> LearnerRecord:
         """Return the account as it stands, as the link after `previous`."""
         return LearnerRecord(

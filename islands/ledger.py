@@ -25,7 +25,7 @@ from islands.parsing import parse
 from islands.types import Position
 
 # What only grows, from zero.
-TOTALS = ("base_version", "offered", "overwritten", "rolled_back", "replaced")
+TOTALS = ("base_version", "offered", "overwritten", "rolled_back", "replaced", "replaced_copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class FragmentClock:
         copied_tokens, copied_steps: what that copy covers.
         steps_to_push: steps to train before the next push.
         offered, overwritten, rolled_back, replaced: running totals of closed intervals.
+        replaced_copies: how many copies `replaced` is the sum of.
     """
 
     base_version: int
@@ -55,6 +56,7 @@ class FragmentClock:
     overwritten: int = 0
     rolled_back: int = 0
     replaced: int = 0
+    replaced_copies: int = 0
 
     @property
     def trained(self) -> int:
@@ -72,7 +74,9 @@ class LearnerRecord:
     """A link of a learner's chain, written into every contribution, checkpoint and farewell.
 
     `trained`: tokens so far, over all incarnations. `cursor`: samples taken from the learner's shard. `previous`:
-    digest of the learner's last written link, "" for the first.
+    digest of the learner's last written link, "" for the first. `bytes_up`, `bytes_down`: payload bytes of
+    contributions it has pushed, merged or not, this link's included, and of versions it has fetched, over all
+    incarnations; for people. What a killed learner moved after its last link is in no account.
     """
 
     learner: str
@@ -81,6 +85,18 @@ class LearnerRecord:
     cursor: int
     clocks: tuple[FragmentClock, ...]
     previous: str = ""
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    @property
+    def replaced_copies(self) -> int:
+        """Copies dropped unsent for a later interval's, over all fragments."""
+        return sum(clock.replaced_copies for clock in self.clocks)
+
+    @property
+    def replaced_tokens(self) -> int:
+        """The tokens of those copies: each counts once per fragment."""
+        return sum(clock.replaced for clock in self.clocks)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -158,7 +174,9 @@ def after_new_period(clock: FragmentClock, *, old_steps: int, new_steps: int) ->
 
 def after_replacement(clock: FragmentClock, num_tokens: int) -> FragmentClock:
     """Return the clock after a copy of an earlier interval, `num_tokens` long, was dropped unsent."""
-    return replace(clock, replaced=clock.replaced + num_tokens)
+    return replace(
+        clock, replaced=clock.replaced + num_tokens, replaced_copies=clock.replaced_copies + 1
+    )
 
 
 def can_keep_progress(saved: FragmentClock, last: FragmentClock, head_version: int) -> bool:

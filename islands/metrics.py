@@ -16,16 +16,20 @@ Keys:
 
     run           run/merged_tokens, run/merged_share (of the tokens trained up to each island's last merged
                   contribution), run/train_loss (bits per token, mean over the merged contributions by tokens; each is a
-                  running mean already); eval/bits_per_byte, eval/bigram
+                  running mean already), comm/bytes_per_merged_token_up, comm/bytes_per_merged_token_down (payload bytes
+                  of all islands, merged or not, up to each one's last merged contribution); eval/bits_per_byte,
+                  eval/bigram
     synchronizer  sync/version_f<p>, sync/quorum (contributions merged), sync/merged_tokens (by this version),
                   sync/refused (contributions refused in it), sync/staleness_mean, sync/median_norm,
-                  sync/merge_interval_seconds (since the fragment's version before)
+                  sync/merge_interval_seconds (since the fragment's version before), sync/refused_<reason> (so far, over
+                  all fragments and islands)
     an island     train/loss (bits per token), train/tokens, train/tokens_per_second, train/idle_percent,
                   sync/staleness (versions), sync/merged_share (as the run's),
                   sync/share_of_merges (its weight over all weights of the version), sync/refused (contributions of it
-                  refused in this version), comm/bytes_up, comm/bytes_down (by its incarnation so far)
+                  refused in this version), comm/bytes_up, comm/bytes_down (over all its incarnations so far),
+                  comm/replaced_copies, comm/replaced_tokens (dropped unsent, over all fragments, so far)
 
-What is unknown (a loss of 0, a step time of 0) makes no point.
+What is unknown (a loss of 0, a step time of 0, bytes of 0) makes no point.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from islands.contributions import Consumed, Tally
+from islands.traffic import per_merged_token
 from islands.versions import Commit
 
 RUN = "run"
@@ -114,7 +119,7 @@ def points_of(
         return
     step, after = merged_tokens(commit, heads), _after(commit, heads)
     yield from _run_points(commit, after, tokens_per_step, step)
-    yield from _synchronizer_points(commit, heads[commit.fragment], step)
+    yield from _synchronizer_points(commit, heads[commit.fragment], after, step)
     all_weights = math.fsum(entry.weight for entry in commit.consumed)
     for entry in commit.consumed:
         tallies = [head.tallies.get(entry.learner, Tally()) for head in after]
@@ -171,6 +176,26 @@ def thinned(samples: Sequence[Sample], most: int) -> list[Sample]:
     return list(samples[::-1][::stride][::-1])
 
 
+def moved_bytes(heads: Iterable[Commit]) -> tuple[int, int]:
+    """Return the payload bytes up and down that the learners, all together, told of with what is merged so far."""
+    moved: dict[str, tuple[int, int]] = {}
+    for head in heads:
+        for name, tally in head.tallies.items():
+            up, down = moved.get(name, (0, 0))
+            moved[name] = (max(up, tally.bytes_up), max(down, tally.bytes_down))
+    return sum(up for up, _ in moved.values()), sum(down for _, down in moved.values())
+
+
+def refused_so_far(heads: Iterable[Commit]) -> dict[str, int]:
+    """Return reason -> contributions refused for it, over all fragments and islands, ordered by reason."""
+    counts: dict[str, int] = {}
+    for head in heads:
+        for tally in head.tallies.values():
+            for reason, (count, _) in tally.refused.items():
+                counts[reason] = counts.get(reason, 0) + count
+    return dict(sorted(counts.items()))
+
+
 def trained_at(entry: Consumed) -> int:
     """Return the tokens a learner had trained at the end of a contribution: its steps times its tokens per step."""
     return entry.stop.step * entry.num_tokens // entry.num_steps
@@ -197,6 +222,10 @@ def _run_points(
         "run/merged_tokens": float(step),
         "run/merged_share": _ratio(sum(head.merged_tokens for head in after), trained),
     }
+    for way, num_bytes in zip(("up", "down"), moved_bytes(after), strict=True):
+        cost = per_merged_token(num_bytes, step)
+        if cost is not None and num_bytes:
+            values[f"comm/bytes_per_merged_token_{way}"] = cost
     known = [(entry.num_tokens, _bits(entry)) for entry in commit.consumed if _bits(entry)]
     if known:
         total = math.fsum(num_tokens * loss for num_tokens, loss in known)
@@ -204,7 +233,9 @@ def _run_points(
     yield from _points(RUN, values, _step(step), _time(commit.at, 0.0))
 
 
-def _synchronizer_points(commit: Commit, before: Commit, step: int) -> Iterator[Point]:
+def _synchronizer_points(
+    commit: Commit, before: Commit, after: Sequence[Commit], step: int
+) -> Iterator[Point]:
     consumed = commit.consumed
     values = {
         f"sync/version_f{commit.fragment}": float(commit.version),
@@ -214,6 +245,8 @@ def _synchronizer_points(commit: Commit, before: Commit, step: int) -> Iterator[
         "sync/staleness_mean": _ratio(sum(entry.staleness for entry in consumed), len(consumed)),
         "sync/median_norm": commit.median_norm,
     }
+    for reason, count in refused_so_far(after).items():
+        values[f"sync/refused_{reason}"] = float(count)
     if before.version > 0:  # version 0 was made with the run, not by a merge
         values["sync/merge_interval_seconds"] = commit.at - before.at
     yield from _points(SYNCHRONIZER, values, _step(step), _time(commit.at, 0.0))
@@ -231,6 +264,8 @@ def _island_points(
         "sync/share_of_merges": _ratio(entry.weight, all_weights),
         "comm/bytes_up": float(told.bytes_up),
         "comm/bytes_down": float(told.bytes_down),
+        "comm/replaced_copies": float(told.replaced_copies),
+        "comm/replaced_tokens": float(told.replaced_tokens),
     }
     if loss := _bits(entry):
         values["train/loss"] = loss

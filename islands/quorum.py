@@ -7,6 +7,7 @@ know a clock, a store, or any learner's time.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -42,6 +43,7 @@ class Round:
         opened_at: when the head was published by this synchronizer; None for a head it found: no pace is owed for it.
         period_seconds: least seconds between two outer steps of one fragment; 0 while unknown.
         grace_seconds: longest extra wait after quorum and pace.
+        not_before: no merge before this time: the first merges of found heads keep apart, see `first_merge_at`.
         is_final: every learner that counts has left: merge what is there, wait for nobody.
     """
 
@@ -51,6 +53,7 @@ class Round:
     opened_at: float | None
     period_seconds: float
     grace_seconds: float
+    not_before: float = -math.inf
     is_final: bool = False
 
 
@@ -94,7 +97,30 @@ def decide(round: Round, *, now: float) -> Wait | Merge:
         and (expectation.arrives_at is None or expectation.arrives_at <= closes_at)
         for expectation in round.expected
     )
-    merges_at = closes_at if is_awaited else ready_at
+    merges_at = max(closes_at if is_awaited else ready_at, round.not_before)
     # Some slack: waiting out the rounded difference must never end just short of the goal.
     slack = max(1e-9, 2 * math.ulp(merges_at))
     return Merge(everyone) if now >= merges_at - slack else Wait(merges_at - now)
+
+
+def first_merge_at(
+    opened_elsewhere: Iterable[float | None],
+    *,
+    period_steps: int,
+    num_fragments: int,
+    period_seconds: float,
+) -> float:
+    """Return the earliest time for the first merge of a head that was found: 1/P of a period after any other merge.
+
+    Learners push a fragment a period after they adopted it, so fragments that merge at once once do so for ever, and
+    the wire lies idle in between. Found together, they are merged one after another instead, and stay apart. The
+    distance is that of the first pushes' offsets, `period_steps // num_fragments` steps: islands that start together
+    never wait for it.
+
+    Args:
+        opened_elsewhere: when this synchronizer published the head of each other fragment; None: it did not.
+        period_steps, num_fragments: H and P.
+        period_seconds: H steps of the fastest learner; 0 while unknown.
+    """
+    last = max((at for at in opened_elsewhere if at is not None), default=-math.inf)
+    return last + (period_steps // num_fragments) / period_steps * period_seconds

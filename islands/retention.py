@@ -2,8 +2,9 @@
 
 Knows names and positions; must not know a store. Nothing is deleted unless a rule names it:
 
-    contribution   consumed at least two versions behind the head, or too old to ever count; but a learner's newest of a
-                   fragment stays until a checkpoint follows it: from its account the learner's return begins
+    contribution   consumed at least two versions behind the head, or refused as too old to ever count; but a learner's
+                   newest of a fragment stays until a checkpoint follows it: from its account the learner's return
+                   begins
     attempts       beside a commit; or of a learner, older than its newer committed push of that fragment
     version        the bytes of one behind head - 1 that no kept snapshot and no newest checkpoint names (commits stay)
     snapshot       beyond the newest three and the best of each suite
@@ -38,6 +39,7 @@ class Facts:
         folders: header -> folder of the attempt it committed, where there is more than one attempt.
         kept_snapshots: numbers of the snapshots to keep.
         max_staleness: versions a contribution's base may lie behind the head.
+        unjudged: contributions too old to count whose refusal no version has recorded yet.
     """
 
     heads: Sequence[int]
@@ -46,6 +48,7 @@ class Facts:
     folders: Mapping[str, str]
     kept_snapshots: frozenset[int]
     max_staleness: int
+    unjudged: frozenset[str] = frozenset()
 
 
 def collectable(all_names: Iterable[str], facts: Facts) -> list[str]:
@@ -110,11 +113,15 @@ def is_settled(key: names.ContributionKey, facts: Facts) -> bool:
     """Say whether a contribution's fate is decided for good."""
     if key.fragment >= len(facts.heads):
         return False
-    consumed_to = facts.settled[key.fragment].get(key.learner, NEVER)
-    return (
-        key.stop <= consumed_to
-        or key.base_version + facts.max_staleness + 2 < facts.heads[key.fragment]
-    )
+    if key.stop <= facts.settled[key.fragment].get(key.learner, NEVER):
+        return True
+    is_old = is_too_old(key, facts.heads[key.fragment], facts.max_staleness)
+    return is_old and names.contribution(key) not in facts.unjudged
+
+
+def is_too_old(key: names.ContributionKey, head_version: int, max_staleness: int) -> bool:
+    """Say whether a contribution is too old to count, with two versions' time to write that down."""
+    return key.base_version + max_staleness + 2 < head_version
 
 
 def kept_snapshots(numbers: Iterable[int], best: Iterable[int]) -> frozenset[int]:

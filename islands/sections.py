@@ -287,6 +287,12 @@ class IslandConfig(Section):
         min_length=1,
         description="URL of a store of its own for checkpoints; absent: the run's store.",
     )
+    bandwidth_mbit: float | None = Field(
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="Megabits a second, each way, for its payloads in the run's store; absent: no cap. Clusters only.",
+    )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where its learner runs.")
     speed: float = Field(
         default=1.0,
@@ -301,3 +307,8 @@ class IslandConfig(Section):
         default=0.0, ge=0, description="Base steps a contribution travels."
     )
     fetch_delay_steps: float = Field(default=0.0, ge=0, description="Base steps a version travels.")
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The cap in bytes; None: no cap. A megabit is a million bits."""
+        return None if self.bandwidth_mbit is None else self.bandwidth_mbit * 1e6 / 8

@@ -6,7 +6,7 @@ must be there from then on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from islands.retention import (
     KEPT_CHECKPOINTS,
     Facts,
     collectable,
+    is_too_old,
     kept_snapshots,
     newest_checkpoints,
 )
@@ -98,7 +99,22 @@ def retention_facts(run: Run, present: list[str], heads: list[Commit]) -> Facts:
         folders=_committed_folders(run, present),
         kept_snapshots=snapshots,
         max_staleness=run.config.sync.max_staleness,
+        unjudged=frozenset(_unjudged(run, present, heads)),
     )
+
+
+def _unjudged(run: Run, present: list[str], heads: list[Commit]) -> Iterator[str]:
+    """Yield the contributions too old to count whose refusal no version has recorded."""
+    for name in present:
+        key = names.parse_contribution(name)
+        if key is None or key.fragment >= len(heads):
+            continue
+        last = heads[key.fragment].version
+        if not is_too_old(key, last, run.config.sync.max_staleness):
+            continue
+        later = range(key.base_version + 1, last + 1)
+        if records.find_refusal(run.store, name, key.fragment, later) is None:
+            yield name
 
 
 def best_snapshots(run: Run) -> set[int]:

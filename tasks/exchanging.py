@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infra.arrays import ArrayReader, write_arrays
+from infra.link import Link
 from islands import names
 from islands.codecs import coded_length, encode
 from islands.codecs import decode as decoded
@@ -51,6 +52,7 @@ class Exchange:
         previous: digest of the newest link so far, "" if none.
         new_attempt: returns a name no other writer uses.
         stamp: the time to write beside records, for people.
+        link: through which all of this goes, see `link_of`.
         saved: the account in this incarnation's newest checkpoint, if it has one.
         feedback: per fragment, what coding owes from before; absent: nothing.
     """
@@ -64,10 +66,12 @@ class Exchange:
         new_attempt: NewAttempt,
         *,
         stamp: Stamp,
+        link: Link,
         saved: LearnerRecord | None = None,
         feedback: Sequence[Feedback] | None = None,
     ) -> None:
-        self.run = run
+        self.run = replace(run, store=link)
+        self.link = link
         self.learner = learner
         self.incarnation = incarnation
         self.previous = previous
@@ -122,8 +126,8 @@ class Exchange:
                 layout=layout_digest(layout),
                 codec=run.config.sync.codec,
                 payload=manifest_from_json(payload),
-                record=replace(account, previous=self.previous),
-                telemetry=replace(telemetry, at=self._stamp()),
+                record=self.linked(account),
+                telemetry=self._told(telemetry, account),
             )
 
         draft = header({"folder": "", "arrays": [], "objects": []})
@@ -143,6 +147,15 @@ class Exchange:
         self.previous = records.write(run.store, name, offer.to_json())
         return offer
 
+    def linked(self, account: LearnerRecord) -> LearnerRecord:
+        """Return an account as the chain's next link, with the bytes moved so far."""
+        return replace(
+            account,
+            previous=self.previous,
+            bytes_up=self.link.bytes_up,
+            bytes_down=self.link.bytes_down,
+        )
+
     def can_save(self, account: LearnerRecord) -> bool:
         """Say whether a learner's state has a name: each position has one, and it is free or holds this very state.
 
@@ -156,10 +169,16 @@ class Exchange:
 
     def is_saved(self, account: LearnerRecord) -> bool:
         """Say whether the learner's newest checkpoint is of the state with this account."""
-        return (
-            self._saved is not None
-            and replace(account, previous=self._saved.previous) == self._saved
+        saved = self._saved
+        if saved is None:
+            return False
+        same = replace(
+            account,
+            previous=saved.previous,
+            bytes_up=saved.bytes_up,
+            bytes_down=saved.bytes_down,
         )
+        return same == saved
 
     def save(self, state: LearnerState) -> str:
         """Write a checkpoint of a learner's state, a private copy, and return its name.
@@ -167,7 +186,7 @@ class Exchange:
         Raises:
             Refused: the run has ended, or a value is not finite: a checkpoint of it would outlive the healthy ones.
         """
-        record = replace(state.record, previous=self.previous)
+        record = self.linked(state.record)
         if self.run.store.read(names.FINISHED) is not None:
             raise Refused("finished", f"{self.learner} at {record.position} was not saved")
         arrays: dict[str, npt.NDArray[Any]] = {}
@@ -199,6 +218,16 @@ class Exchange:
         self._saved = record
         return name
 
+    def _told(self, telemetry: Telemetry, account: LearnerRecord) -> Telemetry:
+        return replace(
+            telemetry,
+            at=self._stamp(),
+            bytes_up=self.link.bytes_up,
+            bytes_down=self.link.bytes_down,
+            replaced_copies=account.replaced_copies,
+            replaced_tokens=account.replaced_tokens,
+        )
+
     def _lineage(self, copy: Copy) -> Lineage:
         """Return the lineage as the sender knows it: its own base is the newest version it has seen."""
         return Lineage(
@@ -215,10 +244,31 @@ class Exchange:
         )
 
 
-def fetch(run: Run, fragment: int, version: int) -> Base:
-    """Return a published version as learners adopt it."""
+def link_of(run: Run, island: str, past: LearnerRecord | None) -> Link:
+    """Return an island's own way to the run's store, not paced yet; its counts go on from its last account.
+
+    Contributions and versions count. They pay where the bandwidth has a cap, and so do checkpoints, unless they lie in
+    a store of their own.
+    """
+    exchanged = ("payloads/inbox/", "payloads/versions/")
+    is_near = run.island(island).checkpoints is not None
+    return Link(
+        run.store,
+        counted=exchanged,
+        paced=exchanged if is_near else (*exchanged, f"payloads/checkpoints/{island}/"),
+        bytes_up=0 if past is None else past.bytes_up,
+        bytes_down=0 if past is None else past.bytes_down,
+    )
+
+
+def fetch(run: Run, fragment: int, version: int, known: tuple[int, Vector] | None = None) -> Base:
+    """Return a published version as learners adopt it; `known`: an earlier one with its values, to go on from."""
     commit, digest = records.require_commit(run.store, fragment, version)
-    return Base(version, digest, records.read_public(run.store, commit))
+    if known is None:
+        return Base(version, digest, records.read_public(run.store, commit))
+    between = range(known[0] + 1, version)
+    news = [records.require_commit(run.store, fragment, earlier)[0] for earlier in between]
+    return Base(version, digest, records.fetch_newest(run.store, [*news, commit], known[1]))
 
 
 def merged_marks(

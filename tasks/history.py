@@ -127,10 +127,7 @@ def write_off(run: Run, learner: str, *, stamp: Stamp) -> None:
         clocks = tuple(FragmentClock(0, digest, start, 0) for digest in digests)
         record = LearnerRecord(learner, start, 0, 0, clocks)
     else:
-        last = past.last
-        record = LearnerRecord(
-            learner, last.position, last.trained, last.cursor, last.clocks, past.last_digest
-        )
+        record = replace(past.last, previous=past.last_digest)
     leave(run, record, stamp=stamp)
 
 

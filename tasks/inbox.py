@@ -7,14 +7,15 @@ arguments; everything else can be read again from the store.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from islands import names
 from islands.contributions import Contribution, Lineage, Tally, Verdict, judge, newest_per_learner
 from islands.fragments import layout_digest, own_period
-from islands.quorum import Arrival, Expectation, Round
+from islands.quorum import Arrival, Expectation, Round, first_merge_at
+from islands.retention import is_too_old
 from islands.types import DamagedObject, FragmentLayout
 from islands.versions import Commit
 from tasks import records
@@ -78,6 +79,7 @@ class View:
         head: its newest version.
         offers: name -> (contribution, digest) of what is in the inbox and not settled.
         damaged: name -> verdict of what cannot be read or folded.
+        opened_at: when this synchronizer published the head; None for a head that was found.
     """
 
     def __init__(self, run: Run, layout: FragmentLayout, known: int = 0) -> None:
@@ -85,12 +87,14 @@ class View:
         self.offers: dict[str, tuple[Contribution, str]] = {}
         self.damaged: dict[str, Verdict] = {}
         self._run = run
-        self._opened_at: float | None = None  # None: a head that was found, not made
+        self.opened_at: float | None = None
         self._first_seen: dict[str, float] = {}
         self._responses: dict[
             str, float
         ] = {}  # seconds from opening a head to a learner's contribution, running mean
         self._missed: dict[str, int] = {}
+        # Name of what came too old -> first version not searched for its refusal.
+        self._looked_from: dict[str, int] = {}
         self.head, digest = records.find_head(run.store, layout.index, known)
         self._digests = {self.head.version: digest}
         self._refused = {self.head.version: {verdict.name for verdict in self.head.refused}}
@@ -113,7 +117,7 @@ class View:
     def estimates(self) -> dict[str, Any]:
         """Return what the store does not hold, as plain JSON values."""
         return {
-            "opened_at": self._opened_at,
+            "opened_at": self.opened_at,
             "first_seen": self._first_seen,
             "responses": self._responses,
             "missed": self._missed,
@@ -121,7 +125,7 @@ class View:
 
     def restore_estimates(self, known: Mapping[str, Any]) -> None:
         """Go on with what `estimates` returned."""
-        self._opened_at = known["opened_at"]
+        self.opened_at = known["opened_at"]
         self._first_seen = dict(known["first_seen"])
         self._responses = dict(known["responses"])
         self._missed = dict(known["missed"])
@@ -147,7 +151,7 @@ class View:
         present = set()
         for name in self._run.store.list_names(f"inbox/f{self.layout.index:04d}/"):
             key = names.parse_contribution(name)
-            if key is None or self._is_settled(key):
+            if key is None or self._is_settled(name, key):
                 continue
             present.add(name)
             if name not in self.offers and name not in self.damaged:
@@ -160,6 +164,9 @@ class View:
         self.damaged = {name: verdict for name, verdict in self.damaged.items() if name in present}
         self._first_seen = {
             name: seen for name, seen in self._first_seen.items() if name in present
+        }
+        self._looked_from = {
+            name: version for name, version in self._looked_from.items() if name in present
         }
 
     def note_damage(self, name: str) -> None:
@@ -221,8 +228,13 @@ class View:
                 found.append(Verdict(name, digest, offer.learner, reason, offer.announced_tokens))
         return sorted(found, key=lambda verdict: verdict.name)
 
-    def round(self, members: Members, chosen: Mapping[str, Contribution]) -> Round:
-        """Return what the next outer step's timing depends on."""
+    def round(
+        self,
+        members: Members,
+        chosen: Mapping[str, Contribution],
+        opened_elsewhere: Iterable[float | None] = (),
+    ) -> Round:
+        """Return what the next outer step's timing depends on; `opened_elsewhere`: `opened_at` of other fragments."""
         config = self._run.config
         counting = self._counting(members)
         seconds = [tally.step_seconds for tally in self.head.tallies.values()]
@@ -240,13 +252,24 @@ class View:
             ),
             expected=tuple(Expectation(name, self._arrives_at(name)) for name in awaited),
             min_learners=max(1, num_needed),
-            opened_at=self._opened_at,
+            opened_at=self.opened_at,
             period_seconds=0.0 if blocks else period,
             grace_seconds=0.0 if blocks else config.sync.grace_fraction * period,
+            not_before=-math.inf if blocks else self._not_before(opened_elsewhere, period),
             is_final=not counting,
         )
 
     # --- the details ---
+
+    def _not_before(self, opened_elsewhere: Iterable[float | None], period: float) -> float:
+        if self.opened_at is not None:
+            return -math.inf
+        return first_merge_at(
+            opened_elsewhere,
+            period_steps=self._run.config.sync.period_steps,
+            num_fragments=len(self._run.layouts),
+            period_seconds=period,
+        )
 
     def _counting(self, members: Members) -> list[str]:
         """Return the islands whose contributions may still come and count.
@@ -258,7 +281,7 @@ class View:
         return [island.name for island in self._run.config.islands if island.name not in away]
 
     def _advance(self, commit: Commit, digest: str, *, opened_at: float | None) -> None:
-        self.head, self._opened_at = commit, opened_at
+        self.head, self.opened_at = commit, opened_at
         self._digests[commit.version] = digest
         self._refused[commit.version] = {verdict.name for verdict in commit.refused}
         # Forget as much as a synchronizer that starts now would not read: both must come to the same verdicts.
@@ -273,11 +296,21 @@ class View:
     def _is_recorded(self, name: str) -> bool:
         return any(name in refused for refused in self._refused.values())
 
-    def _is_settled(self, key: names.ContributionKey) -> bool:
+    def _is_settled(self, name: str, key: names.ContributionKey) -> bool:
         """Say whether a contribution's fate is decided: merged, passed over, or recorded as too old long ago."""
-        tally = self.head.tallies.get(key.learner, Tally())
-        is_too_old = key.base_version + self._run.config.sync.max_staleness + 2 < self.head.version
-        return key.stop <= tally.consumed_to or is_too_old
+        if key.stop <= self.head.tallies.get(key.learner, Tally()).consumed_to:
+            return True
+        is_old = is_too_old(key, self.head.version, self._run.config.sync.max_staleness)
+        return is_old and self._was_refused(name, key)
+
+    def _was_refused(self, name: str, key: names.ContributionKey) -> bool:
+        """Say whether any version has recorded a refusal: those at hand do not reach back far enough."""
+        start = self._looked_from.get(name, key.base_version + 1)
+        store, head = self._run.store, self.head
+        if records.find_refusal(store, name, head.fragment, range(start, head.version + 1)) is None:
+            self._looked_from[name] = head.version + 1
+            return False
+        return True
 
     def _receive(self, name: str, key: names.ContributionKey) -> None:
         for attempt in (1, 2):
@@ -294,15 +327,15 @@ class View:
 
     def _note_response(self, key: names.ContributionKey, now: float) -> None:
         self._missed[key.learner] = 0
-        if self._opened_at is None or key.base_version != self.head.version:
+        if self.opened_at is None or key.base_version != self.head.version:
             return
-        took = now - self._opened_at
+        took = now - self.opened_at
         self._responses[key.learner] = 0.5 * (self._responses.get(key.learner, took) + took)
 
     def _counts_when_cold(self, offer: Contribution) -> bool:
         """A found head owes no pace; so that it is not stepped on a sliver, half a period is asked for instead."""
         sync = self._run.config.sync
-        if self._opened_at is not None or self.head.version == 0 or sync.blocks:
+        if self.opened_at is not None or self.head.version == 0 or sync.blocks:
             return True
         steps = own_period(
             sync.period_steps,
@@ -316,4 +349,4 @@ class View:
 
     def _arrives_at(self, learner: str) -> float | None:
         response = self._responses.get(learner)
-        return None if response is None or self._opened_at is None else self._opened_at + response
+        return None if response is None or self.opened_at is None else self.opened_at + response

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+from dataclasses import replace
 
 import torch
 
@@ -59,10 +60,12 @@ class Life:
         self._learner = building.build_learner(run, name)
         where = {"host": socket.gethostname(), "process": os.getpid()}
         past = history.register(run, name, new_attempt, stamp=stamp, where=where)
-        heads = [
-            newest_version(run, p, 0 if past.last is None else past.last.clocks[p].base_version)
-            for p in range(len(run.layouts))
-        ]
+        link = exchanging.link_of(run, name, past.last)
+        known = [0] * len(run.layouts)
+        if past.last is not None:
+            known = [clock.base_version for clock in past.last.clocks]
+        near = replace(run, store=link)
+        heads = [newest_version(near, p, version) for p, version in enumerate(known)]
         owed = exchanging.take_up(run, self._learner, past, [head.base for head in heads])
         self.incarnation = past.incarnation
         self._share = run.own_tokens(name)
@@ -85,14 +88,24 @@ class Life:
             past.last_digest,
             new_attempt,
             stamp=stamp,
+            link=link,
             feedback=owed,
         )
+        self._exchange = exchange
+        # From here on: until now nothing trained that could wait for it.
+        link.bytes_per_second = self.island.bytes_per_second
         with contextlib.ExitStack() as stack:
             self._sender = Sender(exchange, len(run.layouts), tell)
             stack.callback(self._sender.close)
             self._receiver = Receiver(
-                run, name, past.incarnation, heads, tell, note_merge=self._sender.note_merge
+                exchange.run,
+                name,
+                past.incarnation,
+                heads,
+                tell,
+                note_merge=self._sender.note_merge,
             )
+            link.meanwhile = self._receiver.care
             stack.callback(self._receiver.close)
             if run.config.sync.blocks and (lost := pacing.lost_copies(run, self._learner)):
                 self._hand_over(lost)
@@ -140,6 +153,7 @@ class Life:
 
     def close(self) -> None:
         """End the exchange; nothing more of this incarnation is written."""
+        self._exchange.link.close()
         self._receiver.close()
         self._sender.close()
 
@@ -253,11 +267,7 @@ class Life:
             self._learner.count_replaced(fragment, tokens)
 
     def _standing(self) -> Standing:
-        telemetry = Telemetry(
-            loss=self._loss,
-            idle_share=self._idle_share(),
-            bytes_down=self._receiver.bytes_down,
-        )
+        telemetry = Telemetry(loss=self._loss, idle_share=self._idle_share())
         return Standing(self._learner.record(""), self._step_seconds, telemetry)
 
     def _idle_share(self) -> float:
@@ -274,7 +284,8 @@ class Life:
 
     def _stop(self) -> None:
         """Write what is handed over, then a checkpoint; what is not copied stays open, and lives in the checkpoint."""
-        self._sender.drain(DRAIN_SECONDS / 2)
+        if not self._sender.drain(DRAIN_SECONDS / 2):
+            self._exchange.link.lift()  # the checkpoint must not wait for a link too narrow for what is handed over
         self._count_dropped()
         self._save()
         if not self._sender.drain(DRAIN_SECONDS / 2):
@@ -300,7 +311,8 @@ class Life:
                     "see whether the store answers"
                 )
         self._count_dropped()
-        return self._say_farewell(learner.record(self._sender.close()), ends)
+        self._sender.close()
+        return self._say_farewell(self._exchange.linked(learner.record("")), ends)
 
     def _say_farewell(self, record: LearnerRecord, ends: float) -> str:
         """Leave, unless somebody else goes on in this name; return how it ended."""

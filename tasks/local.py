@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -173,10 +174,11 @@ class Driver:
         sync = self.run.config.sync
         while ready := pacing.adoptable(learner, sync, seat.arrived):
             for fragment in ready:
+                assert seat.exchange is not None  # it comes and goes with the learner
                 known, version = learner.clock(fragment).base_version, seat.arrived[fragment]
-                if seat.exchange is not None:
-                    seat.exchange.catch_up(fragment, known, version)
-                base = exchanging.fetch(self.run, fragment, version)
+                seat.exchange.catch_up(fragment, known, version)
+                at_hand = (known, learner.anchor(fragment))
+                base = exchanging.fetch(seat.exchange.run, fragment, version, at_hand)
                 own_period = self._own_period(seat, fragment)
                 pacing.adopt(learner, sync, fragment, base, own_period=own_period)
 
@@ -271,7 +273,8 @@ class Driver:
     def _return(self, seat: Seat, event: Event) -> None:
         name = seat.island.name
         past = history.register(self.run, name, self.new_attempt, stamp=self.clock)
-        heads = exchanging.fetch_heads(self.run)
+        link = exchanging.link_of(self.run, name, past.last)
+        heads = exchanging.fetch_heads(replace(self.run, store=link))
         learner = seat.build()
         owed = exchanging.take_up(self.run, learner, past, heads)
         seat.learner, seat.status = learner, "training"
@@ -282,6 +285,7 @@ class Driver:
             past.last_digest,
             self.new_attempt,
             stamp=self.clock,
+            link=link,
             feedback=owed,
         )
         pacing.begin(learner, self.run.config.sync)
@@ -305,7 +309,7 @@ class Driver:
     def _leave(self, seat: Seat, event: Event) -> None:
         if seat.learner is None or seat.exchange is None:
             return
-        history.leave(self.run, seat.learner.record(seat.exchange.previous), stamp=self.clock)
+        history.leave(self.run, seat.exchange.linked(seat.learner.record("")), stamp=self.clock)
         seat.learner, seat.exchange, seat.status = None, None, "left"
         self._tell(seat, "leaves")
         self.schedule(self.now, Kind.MERGE)

@@ -6,6 +6,7 @@ is deleted first: this process is the run's only writer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from infra.arrays import ArrayReader, write_arrays
@@ -125,6 +126,7 @@ def _seat_to_json(seat: Seat) -> dict[str, Any]:
             "checkpoint": names.checkpoint(seat.island.name, seat.learner.position),
             "incarnation": seat.exchange.incarnation,
             "previous": seat.exchange.previous,
+            "bytes": [seat.exchange.link.bytes_up, seat.exchange.link.bytes_down],
             "outbox": [_copy_to_json(copy) for _, copy in sorted(seat.outbox.items())],
             # Not the checkpoint's: a push may land between a checkpoint and this state.
             "feedback": exchanging.feedback_to_json(seat.exchange.feedback),
@@ -163,6 +165,8 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
     ]
     learner.restore(saved.state, [base.values for base in bases])
     seat.learner = learner
+    bytes_up, bytes_down = body["bytes"]
+    moved = replace(saved.state.record, bytes_up=bytes_up, bytes_down=bytes_down)
     seat.exchange = Exchange(
         run,
         learner_name,
@@ -170,6 +174,7 @@ def _restore_seat(driver: Driver, seat: Seat, body: dict[str, Any], reader: Arra
         body["previous"],
         driver.new_attempt,
         stamp=driver.clock,
+        link=exchanging.link_of(run, learner_name, moved),
         saved=saved.state.record,
         feedback=exchanging.read_feedback(reader, body["feedback"], f"{learner_name}-"),
     )

@@ -92,7 +92,8 @@ class Synchronizer:
             while True:
                 members = self._look(view, now)
                 chosen = view.acceptable(members)
-                choice = decide(view.round(members, chosen), now=now)
+                opened = [other.opened_at for other in self._views if other is not view]
+                choice = decide(view.round(members, chosen, opened), now=now)
                 if isinstance(choice, Wait):
                     waits.append(choice.seconds)
                     break

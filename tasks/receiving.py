@@ -18,7 +18,6 @@ from islands.learner import Base
 from islands.types import DamagedObject, IslandsError, LearnerLost, Position, StoreUnavailable
 from islands.versions import Commit
 from tasks import records, stopping
-from tasks.records import Public
 from tasks.runs import Run, refreshed
 from tasks.sending import Tell
 
@@ -74,7 +73,6 @@ class Receiver:
         self._num_pardons = 0
         self._num_troubles = 0
         self.poll_seconds = 0.2
-        self.bytes_down = 0
         # "stopped", "superseded", "finished" or "left": why the learner must end, once it must.
         self.reason: str | None = None
         # What ended this thread, if anything did.
@@ -112,6 +110,13 @@ class Receiver:
             if self.reason == "stopped":
                 self.reason = None
         self._wakes.set()
+
+    def care(self) -> None:
+        """Look for a reason to end; for its own thread, while a slow fetch keeps that from its round."""
+        try:
+            self._care(self._num_pardons)
+        except StoreUnavailable as exc:
+            self._warn(exc)
 
     def close(self) -> None:
         """End the thread."""
@@ -208,7 +213,9 @@ class Receiver:
         for news in found:
             fragment = news[0][0].fragment
             try:
-                public = self._fetch(fragment, news)
+                values = records.fetch_newest(
+                    self._run.store, [commit for commit, _ in news], self._bases[fragment].values
+                )
             except DamagedObject as exc:
                 # Perhaps it was collected while we read: the next look finds its successor.
                 self._warn(exc)
@@ -218,27 +225,11 @@ class Receiver:
                 self._note_merge(fragment, tally.consumed_to)
                 self._tell_refusals(commit)
             head, digest = news[-1]
-            base = Base(head.version, digest, public.values)
-            self.bytes_down += public.num_bytes
+            base = Base(head.version, digest, values)
             with self._lock:
                 self._arrived[fragment] = Arrived(base, step_seconds_of(head))
             self._bases[fragment] = base
             self._has_news.set()
-
-    def _fetch(self, fragment: int, news: list[tuple[Commit, str]]) -> Public:
-        """Return the newest version's values: by the changes since the one at hand if they are there and short."""
-        store, head = self._run.store, news[-1][0]
-        whole = records.bytes_of(head.payload, records.WHOLE)
-        if sum(records.bytes_of(commit.payload, records.PUBLIC) for commit, _ in news) >= whole:
-            return records.fetch_public(store, head)
-        values, num_bytes = self._bases[fragment].values, 0
-        try:
-            for commit, _ in news:
-                public = records.fetch_public(store, commit, values)
-                values, num_bytes = public.values, num_bytes + public.num_bytes
-        except DamagedObject:  # collected meanwhile: the newest is there whole
-            return records.fetch_public(store, head)
-        return Public(values, num_bytes)
 
     def _warn(self, exc: IslandsError) -> None:
         self._num_troubles += 1

@@ -6,8 +6,7 @@ Knows names and record types; must not know how a record is made or judged. No t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +76,15 @@ def require_commit(store: Store, fragment: int, version: int) -> tuple[Commit, s
     if found is None:
         raise DamagedObject(names.version(fragment, version), "is missing")
     return found
+
+
+def find_refusal(store: Store, name: str, fragment: int, versions: Iterable[int]) -> int | None:
+    """Return the first of these versions of a fragment that has recorded a contribution's refusal, None if none has."""
+    for version in versions:
+        commit, _ = require_commit(store, fragment, version)
+        if any(verdict.name == name for verdict in commit.refused):
+            return version
+    return None
 
 
 def find_head(store: Store, fragment: int, known: int = 0) -> tuple[Commit, str]:
@@ -160,30 +168,40 @@ def next_number(store: Store, folder: str) -> int:
     return max(numbers_in(store, folder), default=-1) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Public:
-    """A version's published values, decoded, (elements,) float32, and the payload bytes that were read for them."""
-
-    values: Vector
-    num_bytes: int
-
-
 def read_public(store: Store, commit: Commit) -> Vector:
     """Return the decoded public values of a version, (elements,) float32: what everybody anchors on."""
-    return fetch_public(store, commit).values
+    return fetch_public(store, commit)
 
 
-def fetch_public(store: Store, commit: Commit, parent: Vector | None = None) -> Public:
-    """Return the public values of a version with what reading them cost.
+def fetch_public(store: Store, commit: Commit, parent: Vector | None = None) -> Vector:
+    """Return the public values of a version.
 
     `parent`: the public values of the version before, from which one that codes a change is made; without them, or at
     version 0, it is read whole.
     """
     reader = PublicReader(store, commit)
     if parent is None or not reader.has_change:
-        return Public(reader.read(0, reader.size), bytes_of(commit.payload, reader.array))
-    values = after_change(parent, reader.read_change(0, reader.size))
-    return Public(values, bytes_of(commit.payload, PUBLIC))
+        return reader.read(0, reader.size)
+    return after_change(parent, reader.read_change(0, reader.size))
+
+
+def fetch_newest(store: Store, news: Sequence[Commit], values: Vector) -> Vector:
+    """Return the public values of the last of the versions that follow the one with `values`.
+
+    By the changes that lead there, if all of them are kept and shorter than the whole.
+
+    Raises:
+        DamagedObject: the last version is damaged, or collected meanwhile.
+    """
+    whole = bytes_of(news[-1].payload, WHOLE)
+    if sum(bytes_of(commit.payload, PUBLIC) for commit in news) >= whole:
+        return fetch_public(store, news[-1])
+    try:
+        for commit in news:
+            values = fetch_public(store, commit, values)
+    except DamagedObject:  # collected meanwhile: the newest is there whole
+        return fetch_public(store, news[-1])
+    return values
 
 
 def after_change(parent: Vector, change: Vector) -> Vector:

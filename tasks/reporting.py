@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from islands import names
 from islands.contributions import Tally
 from islands.ledger import LearnerRecord
+from islands.traffic import per_merged_token
 from islands.types import IslandsError
 from islands.versions import Commit
 from tasks import records
@@ -21,7 +22,9 @@ class IslandStatus:
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
     most versions its bases lie behind the heads; `state`: "waiting", "training", "quarantined" (it trains,
     and does not count) or "left". `tokens_per_second`: while
-    it trains, as last merged, 0 while unknown. `last_seen`: stamp on the newest thing it wrote, by its own clock:
+    it trains, as last merged, 0 while unknown. `replaced_copies`, `replaced_tokens`: copies dropped unsent for newer
+    ones, and their tokens, over all fragments. `bytes_up`, `bytes_down`: payload bytes it has pushed and fetched, over
+    all its incarnations. `last_seen`: stamp on the newest thing it wrote, by its own clock:
     seconds since 1970, or base steps of the local driver; 0 if there is none.
     """
 
@@ -37,22 +40,35 @@ class IslandStatus:
     refused: dict[str, int]
     tokens_per_second: float = 0.0
     last_seen: float = 0.0
+    replaced_copies: int = 0
+    replaced_tokens: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentStatus:
-    """One fragment: elements, head version, merges, and contributions not consumed yet."""
+    """One fragment: elements, head version, merges, and contributions not consumed yet.
+
+    `waiting`: islands that have one; `quorum`: how many must, for the next merge: no more than have not left.
+    """
 
     index: int
     elements: int
     version: int
     merged_tokens: int
     pending: int
+    waiting: int = 0
+    quorum: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A run at a glance. `origin`: the snapshot or file it began from, empty for a run that began from its seed."""
+    """A run at a glance.
+
+    `origin`: the snapshot or file it began from, empty for a run that began from its seed.
+    `bytes_per_merged_token_up`, `…_down`: payload bytes of all islands for each token in the model; None while none is.
+    """
 
     run_id: str
     is_finished: bool
@@ -62,6 +78,8 @@ class Status:
     islands: tuple[IslandStatus, ...]
     fragments: tuple[FragmentStatus, ...]
     origin: str = ""
+    bytes_per_merged_token_up: float | None = None
+    bytes_per_merged_token_down: float | None = None
 
 
 def status(run: Run, before: Status | None = None) -> Status:
@@ -88,6 +106,7 @@ def status(run: Run, before: Status | None = None) -> Status:
     merged = sum(head.merged_tokens for head in heads)
     gone = records.departed(run.store)
     is_finished = run.store.read(names.FINISHED) is not None
+    links = [link for link in lasts.values() if link is not None]
     return Status(
         run_id=run.run_id,
         is_finished=is_finished,
@@ -97,8 +116,14 @@ def status(run: Run, before: Status | None = None) -> Status:
         islands=tuple(
             _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
         ),
-        fragments=tuple(_fragment(run, head, is_finished) for head in heads),
+        fragments=tuple(_fragment(run, head, len(gone), is_finished) for head in heads),
         origin=run.facts.get("origin", {}).get("spec", ""),
+        bytes_per_merged_token_up=per_merged_token(
+            sum(link.bytes_up for link in links), merged / len(heads)
+        ),
+        bytes_per_merged_token_down=per_merged_token(
+            sum(link.bytes_down for link in links), merged / len(heads)
+        ),
     )
 
 
@@ -131,6 +156,10 @@ def _island(
         refused=refused,
         tokens_per_second=_pace(run, name, tallies),
         last_seen=last_seen(run, name),
+        replaced_copies=0 if link is None else link.replaced_copies,
+        replaced_tokens=0 if link is None else link.replaced_tokens,
+        bytes_up=0 if link is None else link.bytes_up,
+        bytes_down=0 if link is None else link.bytes_down,
     )
 
 
@@ -148,11 +177,20 @@ def _pace(run: Run, name: str, tallies: list[Tally]) -> float:
     return num_tokens / newest.step_seconds if newest.step_seconds > 0 else 0.0
 
 
-def _fragment(run: Run, head: Commit, is_finished: bool) -> FragmentStatus:
+def _fragment(run: Run, head: Commit, num_gone: int, is_finished: bool) -> FragmentStatus:
     layout = run.layouts[head.fragment]
     keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{head.fragment:04d}/"))
     pending = [
         key for key in keys if key and key.stop > head.tallies.get(key.learner, Tally()).consumed_to
     ]
-    num_pending = 0 if is_finished else len(pending)
-    return FragmentStatus(layout.index, layout.size, head.version, head.merged_tokens, num_pending)
+    if is_finished:
+        pending = []
+    return FragmentStatus(
+        layout.index,
+        layout.size,
+        head.version,
+        head.merged_tokens,
+        len(pending),
+        waiting=len({key.learner for key in pending}),
+        quorum=max(1, min(run.config.quorum, len(run.config.islands) - num_gone)),
+    )

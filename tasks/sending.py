@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,6 @@ class Sender:
         self._is_closed = False
         self._failure: IslandsError | None = None
         self.num_commits = 0
-        self.bytes_up = 0
         self._thread = threading.Thread(target=self._work, name="diloco-sender", daemon=True)
         self._thread.start()
 
@@ -129,13 +128,12 @@ class Sender:
             self._changed.wait_for(lambda: self._failure is not None or self._is_idle(), seconds)
             return self._failure is None and self._is_idle()
 
-    def close(self) -> str:
-        """End the thread after what it is writing, and return the digest of its newest record."""
+    def close(self) -> None:
+        """End the thread after what it is writing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
-        return self._exchange.previous
 
     # --- the thread ---
 
@@ -223,9 +221,8 @@ class Sender:
 
     def _push(self, copy: Copy, standing: Standing) -> None:
         self._gives_way = False
-        telemetry = replace(standing.telemetry, bytes_up=self.bytes_up)
         try:
-            num_bytes = self._write_push(copy, replace(standing, telemetry=telemetry))
+            self._write_push(copy, standing)
         except Refused as exc:
             if exc.reason in ("non-finite", "finished") or self._exchange.run.config.sync.blocks:
                 raise  # this incarnation is over: in vain, or all the others would wait for this push
@@ -242,7 +239,6 @@ class Sender:
         self._newest = standing.account
         self.num_commits += 1
         self._sent_at[copy.fragment] = self.num_commits
-        self.bytes_up += num_bytes
         self._tell(
             {
                 "kind": "pushed",
@@ -250,7 +246,7 @@ class Sender:
                 "base": copy.base_version,
                 "step": copy.stop.step,
                 "tokens": standing.account.trained,
-                "loss": telemetry.loss,
+                "loss": standing.telemetry.loss,
             }
         )
 
@@ -262,12 +258,11 @@ class Sender:
             self._link_on(name)
             return name
 
-    def _write_push(self, copy: Copy, standing: Standing) -> int:
-        """Push a copy and return the bytes of its payload, 0 if it was there already."""
+    def _write_push(self, copy: Copy, standing: Standing) -> None:
         learner = self._exchange.learner
         key = names.ContributionKey(copy.fragment, learner, copy.base_version, copy.stop)
         try:
-            offer = self._exchange.push(
+            self._exchange.push(
                 copy,
                 standing.account,
                 step_seconds=standing.step_seconds,
@@ -275,8 +270,6 @@ class Sender:
             )
         except VersionTaken:
             self._link_on(names.contribution(key))
-            return 0
-        return offer.payload.num_bytes
 
     def _link_on(self, name: str) -> None:
         """Go on from a record that was written though the store did not say so.

@@ -16,6 +16,7 @@ from islands.contributions import (
     Contribution,
     Lineage,
     Tally,
+    Telemetry,
     Verdict,
     after_merge,
     consume,
@@ -296,6 +297,14 @@ def test_a_merge_moves_the_mark_and_counts_what_it_passes_over() -> None:
     assert tallies["west"] == Tally(refused={"stale": (2, 140)})
     assert list(tallies) == ["east", "west"]
     assert LINEAGE.tallies["east"].merged == 1500  # the parent's stay as they were
+
+
+def test_bytes_told_late_by_another_fragment_do_not_take_back_what_was_told() -> None:
+    tallies: Mapping[str, Tally] = {}
+    for version, (up, down) in enumerate([(300, 40), (200, 90)], start=1):
+        told = replace(OFFER, telemetry=Telemetry(bytes_up=up, bytes_down=down))
+        tallies = after_merge(tallies, [consume(told, "digest", 8)], [], version=version)
+    assert (tallies["east"].bytes_up, tallies["east"].bytes_down) == (300, 90)
 
 
 def test_an_unmeasured_step_time_does_not_erase_the_known_one() -> None:

@@ -149,7 +149,7 @@ def test_changes_add_up_to_the_whole_values_bit_for_bit(train: Callable[..., obj
     assert np.array_equal(values, ArrayReader(run.store, first.payload).read("params"))
     for version in range(1, head.version + 1):
         commit, _ = records.require_commit(run.store, 0, version)
-        before, values = values, records.fetch_public(run.store, commit, values).values
+        before, values = values, records.fetch_public(run.store, commit, values)
         assert np.array_equal(values, records.read_public(run.store, commit))
         # Feedback down is built in: the public values stay one coded step behind the synchronizer's own.
         params = ArrayReader(run.store, commit.payload).read("params")

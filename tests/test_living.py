@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import pytest
 from islands import names
 from islands.ledger import record_from_json
 from islands.types import LearnerLost, Refused, StoreUnavailable
-from tasks import collecting, creating, evaluating, history, records, stopping
+from tasks import collecting, creating, evaluating, history, living, records, stopping
 from tasks.living import Life
 from tasks.merging import Synchronizer
+from tasks.reporting import status
 from tasks.runs import Run, open_run
 from tests import runs
 from tests.test_sending import Weather, created, require_sound, wait_for
@@ -373,7 +375,10 @@ def test_broken_numbers_end_a_life_and_the_next_comes_back_healthy(
     first = alive(run)
     while not checkpoints(run):
         assert first.train(0.02).outcome == "goes on"
-    next(iter(first._learner.model.parameters())).data.fill_(float("nan"))
+    for (
+        parameter
+    ) in first._learner.model.parameters():  # an adoption may heal those of one fragment
+        parameter.data.fill_(float("nan"))
     with pytest.raises(Refused, match="non-finite"):
         first.train(60.0)
     first.close()
@@ -562,3 +567,82 @@ def test_after_the_end_no_learner_registers_any_more(
     assert train_here(segment_of(run)).outcome == "finished"
     assert exchange_threads() == []
     require_sound(run)
+
+
+# --- a narrow link ---
+
+
+def saved(told: list[Mapping[str, Any]]) -> list[str]:
+    return [message["name"] for message in told if message["kind"] == "saved"]
+
+
+def test_a_link_too_narrow_costs_copies_and_no_step(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    """A period of 6 steps makes three payloads, together some 20 kB: 0.8 s at 0.2 Mbit/s, and 20 ms of training."""
+    elsewhere = f'islands.{NAME}.checkpoints="memory://near-{tmp_path.name}"'
+    narrow = f"islands.{NAME}.bandwidth_mbit=0.2"
+    run = solo(tmp_path, "total_tokens=60_000", narrow, elsewhere)
+    synchronizer = merging(run)
+    told: list[Mapping[str, Any]] = []
+    life = alive(run, told.append)
+    begun = time.monotonic()
+    while (stretch := life.train(0.5)).outcome == "goes on":
+        # Waiting for its copies it would take some 25 steps in a stretch.
+        assert stretch.num_steps > 40
+    elapsed = time.monotonic() - begun
+    life.close()
+    assert stretch.outcome == "left"
+    body, _ = records.require(run.store, names.left(NAME))
+    last = record_from_json(body["record"])
+    assert last.bytes_up <= 1.1 * 25_000 * elapsed
+    assert last.replaced_copies > 0
+    assert last.replaced_tokens > 0
+    # Checkpoints lie near: they do not pay, and none of them waited for more than a push.
+    assert len(saved(told)) >= elapsed / 2
+    synchronizer.finish()
+    require_sound(run)
+    island = status(run).islands[0]
+    assert (island.replaced_copies, island.replaced_tokens) == (
+        last.replaced_copies,
+        last.replaced_tokens,
+    )
+
+
+def test_a_stop_through_a_blocked_link_is_seen_and_its_checkpoint_written(
+    tmp_path: Path, alive: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 80 bits a second the first push would take minutes; the stop, the last checkpoint and the next life do not."""
+    monkeypatch.setattr(living, "DRAIN_SECONDS", 2.0)
+    run = solo(tmp_path, LONG, f"islands.{NAME}.bandwidth_mbit=0.00008")
+    life = alive(run)
+    assert life.train(0.5).outcome == "goes on"
+    ask_to_stop(run)
+    begun = time.monotonic()
+    stretch = life.train(60.0)
+    life.close()
+    assert stretch.outcome == "stopped"
+    assert time.monotonic() - begun < 8.0
+    assert alive(run).train(0.0).step == stretch.step
+
+
+def test_a_successor_is_seen_while_a_version_trickles_in(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    """What the first life pushed is merged once the second is there: at 100 bytes a second that takes it minutes."""
+    run = solo(tmp_path, LONG)
+    first = alive(run)
+    first.train(0.3)
+    first.close()
+    island = run.config.islands[0].model_copy(update={"bandwidth_mbit": 0.0008})
+    slow = replace(run, config=run.config.model_copy(update={"islands": (island,)}))
+    weather = Weather(slow.store)
+    life = alive(replace(slow, store=weather))
+    merging(run)
+    first_version = re.compile("payloads/versions/f..../v00000001/")
+    wait_for(lambda: any(first_version.match(name) for _, name in weather.seen))
+    history.register(run, NAME, records.new_attempt, stamp=time.time)
+    begun = time.monotonic()
+    assert life.train(60.0).outcome == "superseded"
+    assert time.monotonic() - begun < 8.0
+    assert life._receiver.take() == {}

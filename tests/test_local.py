@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,20 @@ def test_one_island_alone_trains_and_merges(tmp_path: Path) -> None:
     assert status(run).merged_share > 0.9
 
 
+def test_the_last_of_three_islands_goes_on_merging_alone(tmp_path: Path) -> None:
+    """A quorum of two, and two islands that die for good: what is needed falls with those that are left."""
+    faults = 'local.faults=[{island="north", step=7}, {island="west", step=10}]'
+    run = runs.train(runs.tiny_config(tmp_path, faults, "sync.min_learners=2"))
+    require_balance(run)
+    head, _ = records.find_head(run.store, 0)
+    last, _ = records.require_commit(run.store, 0, head.version - 1)
+    assert [entry.learner for entry in last.consumed] == ["east"]
+    assert head.version > last.tallies["north"].last_version + 3
+    before = records.read_public(run.store, last)
+    assert (records.read_public(run.store, head) != before).any()
+    assert {i.name: i.tokens for i in status(run).islands}["east"] >= run.own_tokens("east")
+
+
 def test_islands_in_phase_without_delay_lose_nothing(tmp_path: Path) -> None:
     plain = (
         "islands.north.speed=1.0",
@@ -193,11 +208,22 @@ def test_islands_in_phase_without_delay_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_learner_five_times_slower_contributes_all_the_same(tmp_path: Path) -> None:
+    """It holds nobody up, is merged again and again, and always with the tokens it trained."""
     run = runs.train(runs.tiny_config(tmp_path, "islands.north.speed=0.2", "total_tokens=8_000"))
     require_balance(run)
     seen = {island.name: island for island in status(run).islands}
     assert seen["north"].merged_share > 0.3
     assert seen["east"].merged_share > 0.5
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        commits = [
+            records.require_commit(run.store, layout.index, v)[0] for v in range(1, head.version)
+        ]
+        own = [(c.version, e) for c in commits for e in c.consumed if e.learner == "north"]
+        assert all(entry.num_tokens == 32 * entry.num_steps for _, entry in own)
+        gaps = [later - earlier for (earlier, _), (later, _) in pairwise(own)]
+        assert len(own) >= 2
+        assert max(gaps) <= 4
 
 
 def test_a_learner_behind_a_slow_link_is_merged_late_and_discounted(tmp_path: Path) -> None:
@@ -425,3 +451,89 @@ def test_a_copy_lost_on_its_way_does_not_block_a_streaming_run(tmp_path: Path, s
     driver, _ = run_scalars(tmp_path, text)
     assert verify(driver.run.store_url, driver.run.run_id).problems == []
     assert records.find_head(driver.run.store, 0)[0].version >= 2
+
+
+# East and west fill the inbox for 40 steps; then the third, which the quorum waits for, dies in its second step.
+PENT_UP = """
+total_tokens = 30_000
+durable = false
+[model]
+width = 16
+num_layers = 1
+num_heads = 2
+context = 16
+[data]
+eval_bytes = 512
+[sync]
+num_fragments = 4
+period_steps = 24
+min_learners = 3
+[local]
+checkpoint_steps = 40
+faults = [{island = "late", step = 1}]
+[[islands]]
+name = "east"
+batch_size = 2
+[[islands]]
+name = "west"
+batch_size = 2
+[[islands]]
+name = "late"
+batch_size = 2
+start_steps = 40.0
+"""
+
+
+def _merges(driver: Driver) -> list[tuple[float, str]]:
+    """Advance to the end and return (base step, "f<p>") of every merge."""
+    found: list[tuple[float, str]] = []
+    driver.watch = lambda beat: (
+        found.append((beat.time, beat.what.split()[1])) if beat.what.startswith("merge") else None
+    )
+    runs.finish(driver)
+    return found
+
+
+def test_fragments_found_pending_together_merge_in_turn_and_stay_apart(tmp_path: Path) -> None:
+    """24 steps, 4 fragments: all are complete at step 42, and merge at 42, 48, 54, 60 and a period after each."""
+    merges = _merges(runs.start(runs.tiny_config(tmp_path, text=PENT_UP, store="memory://turns")))
+    assert merges[:8] == [(42.0 + 6 * n, f"f{n % 4}") for n in range(8)]
+    times = [time for time, _ in merges]
+    before_the_end = [time for time in times if time < max(times)]
+    assert all(later - earlier >= 6 for earlier, later in pairwise(before_the_end))
+
+
+def test_under_a_blocking_algorithm_fragments_merge_when_they_are_complete(tmp_path: Path) -> None:
+    """Of period 6 and 3 fragments one is due every second step; a learner that waited longer would lose its turn."""
+    phases = [
+        f"islands.{name}.{key}_delay_steps=0.0"
+        for name in ("east", "north", "west")
+        for key in ("push", "fetch")
+    ]
+    blocking = (
+        "sync.algorithm=streaming",
+        "islands.west.start_steps=0.0",
+        "islands.north.speed=1.0",
+    )
+    config = runs.tiny_config(tmp_path, *phases, *blocking, store="memory://in-turn")
+    merges = _merges(runs.start(config))
+    assert merges[:4] == [(2.0, "f0"), (4.0, "f1"), (6.0, "f2"), (8.0, "f0")]
+
+
+@pytest.mark.parametrize(("period", "fragments"), [(6, 3), (7, 3), (5, 2)])
+def test_islands_in_phase_lose_nothing_to_the_spacing_of_first_merges(
+    tmp_path: Path, period: int, fragments: int
+) -> None:
+    phases = [
+        f"islands.{name}.{key}_delay_steps=0.0"
+        for name in ("east", "north", "west")
+        for key in ("push", "fetch")
+    ]
+    even = ("islands.west.start_steps=0.0", "islands.north.speed=1.0")
+    sync = (f"sync.period_steps={period}", f"sync.num_fragments={fragments}")
+    config = runs.tiny_config(tmp_path, *phases, *even, *sync, store=f"memory://phase-{period}")
+    driver = runs.start(config)
+    merges = _merges(driver)
+    first = [(float((p + 1) * period // fragments), f"f{p}") for p in range(fragments)]
+    assert merges[:fragments] == first
+    assert status(driver.run).merged_share == 1.0

@@ -46,7 +46,13 @@ EAST = Consumed(
     norm=2.0,
     step_seconds=0.5,
     telemetry=Telemetry(
-        at=1000.5, loss=2 * math.log(2), idle_share=0.25, bytes_up=300, bytes_down=200
+        at=1000.5,
+        loss=2 * math.log(2),
+        idle_share=0.25,
+        bytes_up=300,
+        bytes_down=200,
+        replaced_copies=2,
+        replaced_tokens=96,
     ),
 )
 WEST = Consumed(
@@ -132,6 +138,23 @@ def test_the_run_is_told_what_was_merged_and_lost() -> None:
     )
 
 
+def test_the_bytes_of_a_merged_token_are_those_of_all_islands_counted_once() -> None:
+    """The east had moved 900 and 600 by its last contribution, to this fragment; the west 300 and 200, to the other."""
+    tallies = {
+        "east": replace(COMMIT.tallies["east"], bytes_up=900, bytes_down=600),
+        "west": replace(COMMIT.tallies["west"], bytes_up=100, bytes_down=50),
+    }
+    earlier = {
+        "east": replace(OTHER.tallies["east"], bytes_up=500, bytes_down=400),
+        "west": Tally(bytes_up=300, bytes_down=200),
+    }
+    commit, heads = replace(COMMIT, tallies=tallies), (replace(OTHER, tallies=earlier), BEFORE)
+    told = values_of(list(points_of(commit, heads, RATES)), RUN)
+    # 400 tokens are merged, see above.
+    assert told["comm/bytes_per_merged_token_up"] == 3.0
+    assert told["comm/bytes_per_merged_token_down"] == 2.0
+
+
 def test_the_synchronizer_is_told_of_its_merge() -> None:
     assert values_of(points(), SYNCHRONIZER) == pytest.approx(
         {
@@ -159,11 +182,27 @@ def test_an_island_is_told_of_its_training_and_its_part_in_the_merge() -> None:
             "sync/refused": 0,
             "comm/bytes_up": 300,
             "comm/bytes_down": 200,
+            "comm/replaced_copies": 2,
+            "comm/replaced_tokens": 96,
         }
     )
     west = values_of(points(), island_part("west"))
     assert west["sync/refused"] == 1
     assert west["sync/share_of_merges"] == 0.25
+
+
+def test_refusals_are_told_by_reason_over_all_fragments_and_islands() -> None:
+    def with_refusals(commit: Commit, **rows: dict[str, tuple[int, int]]) -> Commit:
+        tallies = {name: Tally(refused=refused) for name, refused in rows.items()}
+        return replace(commit, tallies=tallies)
+
+    commit = with_refusals(COMMIT, east={"stale": (2, 64)}, west={"fenced": (1, 16)})
+    other = with_refusals(OTHER, west={"stale": (3, 48)})
+    told = values_of(list(points_of(commit, (other, BEFORE), RATES)), SYNCHRONIZER)
+    assert {key: value for key, value in told.items() if key.startswith("sync/refused_")} == {
+        "sync/refused_fenced": 1,
+        "sync/refused_stale": 5,
+    }
 
 
 def test_a_refused_learner_is_told_so_also_where_nothing_of_it_was_merged() -> None:

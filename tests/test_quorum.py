@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from islands.quorum import Arrival, Expectation, Merge, Round, Wait, decide
+from islands.quorum import Arrival, Expectation, Merge, Round, Wait, decide, first_merge_at
 
 
 def a_round(
@@ -136,6 +136,41 @@ def test_without_grace_nobody_is_awaited_past_the_pace() -> None:
     assert decide(round, now=10.0) == Merge(("east", "west"))
 
 
+# --- spacing
+
+
+def test_a_found_head_waits_for_its_place_with_its_quorum_complete_and_everybody_here() -> None:
+    round = replace(a_round({"east": 1.0, "west": 2.0}, opened_at=None), not_before=7.5)
+    assert decide(round, now=2.0) == Wait(5.5)
+    assert decide(round, now=7.5) == Merge(("east", "west"))
+
+
+def test_the_place_and_the_grace_run_side_by_side() -> None:
+    """Quorum at 2, asia awaited to 6: the later of 6 and the place counts, not their sum."""
+    round = a_round({"east": 1.0, "west": 2.0}, expected={"asia": None}, opened_at=None)
+    assert decide(replace(round, not_before=5.0), now=2.0) == Wait(4.0)
+    assert decide(replace(round, not_before=7.0), now=2.0) == Wait(5.0)
+
+
+def test_at_the_end_no_head_waits_for_its_place() -> None:
+    round = replace(a_round({"east": 1.0}, opened_at=None, is_final=True), not_before=1e6)
+    assert decide(round, now=1.0) == Merge(("east",))
+
+
+def test_first_merges_keep_a_quarter_of_the_period_of_four_fragments_apart() -> None:
+    """24 steps of half a second, 4 fragments: 6 steps, 3 seconds after the newest merge of the others."""
+    opened = (100.0, None, 103.0)
+    assert first_merge_at(opened, period_steps=24, num_fragments=4, period_seconds=12.0) == 106.0
+    # The offsets of the first pushes are whole steps: of 7 steps and 3 fragments, 2, 4 and 7.
+    assert first_merge_at([0.0], period_steps=7, num_fragments=3, period_seconds=7.0) == 2.0
+
+
+def test_the_first_of_all_merges_and_one_of_unknown_pace_wait_for_no_place() -> None:
+    alone = first_merge_at((None, None), period_steps=24, num_fragments=3, period_seconds=12.0)
+    assert alone == -math.inf
+    assert first_merge_at((5.0,), period_steps=24, num_fragments=2, period_seconds=0.0) == 5.0
+
+
 # --- the end
 
 
@@ -184,6 +219,7 @@ rounds = st.builds(
     opened_at=st.none() | seconds,
     period_seconds=seconds,
     grace_seconds=seconds,
+    not_before=st.just(-math.inf) | seconds,
     is_final=st.booleans(),
 )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from islands import names
+from islands.metrics import moved_bytes
 from tasks import history, records
 from tasks.reporting import status
+from tasks.runs import Run
 from tests import runs
 
 
@@ -36,3 +38,45 @@ def test_heads_are_found_from_where_they_stood(tmp_path: Path) -> None:
     run = runs.train(runs.tiny_config(tmp_path))
     first = status(run)
     assert status(run, first) == first
+
+
+def pushed_bytes(run: Run, learner: str) -> int:
+    """Return the bytes of every contribution's payload the store holds of a learner."""
+    return sum(
+        len(data)
+        for name, data in runs.objects(run, ["payloads/inbox"]).items()
+        if name.split("/")[3] == learner
+    )
+
+
+def test_bytes_are_counted_over_all_incarnations_and_per_merged_token(tmp_path: Path) -> None:
+    """North dies in its 14th step and comes back; with everything kept, the store still holds all that was pushed."""
+    fault = 'local.faults=[{island="north", step=13, return_after_steps=8}]'
+    run = runs.train(runs.tiny_config(tmp_path, fault, 'retention="all"'))
+    seen = status(run)
+    assert records.newest_incarnation(run.store, "north") == 1
+    for island in seen.islands:
+        assert island.bytes_up == pushed_bytes(run, island.name) > 0
+        # A version is at least its 2 bytes an element; the heads of version 0 were fetched too.
+        least = sum(2 * fragment.elements for fragment in seen.fragments)
+        assert island.bytes_down >= least
+    merged = sum(fragment.merged_tokens for fragment in seen.fragments) / len(seen.fragments)
+    up = sum(island.bytes_up for island in seen.islands)
+    down = sum(island.bytes_down for island in seen.islands)
+    assert seen.bytes_per_merged_token_up == up / merged
+    assert seen.bytes_per_merged_token_down == down / merged
+
+
+def test_what_the_last_commits_tell_of_bytes_is_no_more_than_the_accounts(tmp_path: Path) -> None:
+    """MLflow is told with a merge; what is pushed or fetched after a learner's last one is in its farewell alone."""
+    run = runs.train(runs.tiny_config(tmp_path))
+    heads = [records.find_head(run.store, p)[0] for p in range(len(run.layouts))]
+    seen = status(run)
+    up, down = moved_bytes(heads)
+    assert 0.9 * sum(i.bytes_up for i in seen.islands) < up <= sum(i.bytes_up for i in seen.islands)
+    assert 0 < down <= sum(i.bytes_down for i in seen.islands)
+
+
+def test_before_the_first_merge_bytes_per_token_are_unknown(tmp_path: Path) -> None:
+    seen = status(runs.start(runs.tiny_config(tmp_path)).run)
+    assert (seen.bytes_per_merged_token_up, seen.bytes_per_merged_token_down) == (None, None)

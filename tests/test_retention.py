@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,14 @@ def test_a_contribution_too_old_to_ever_count_goes(base: int, is_old: bool) -> N
     assert key is not None
     assert is_settled(key, facts()) is is_old
     assert collectable([name, saved(51)], facts()) == ([name] if is_old else [])
+
+
+def test_a_contribution_that_came_too_old_stays_until_its_refusal_is_written_down() -> None:
+    name = push(3, 50)
+    unjudged = replace(facts(), unjudged=frozenset({name}))
+    assert collectable([name, saved(51)], unjudged) == []
+    consumed = replace(unjudged, settled=({"east": Position(0, 50)}, {}))
+    assert collectable([name, saved(51)], consumed) == [name]
 
 
 def test_a_learners_newest_contribution_stays_until_a_checkpoint_follows_it() -> None:

@@ -129,6 +129,7 @@ class Desk:
     run: Run
     weather: Weather
     learner: Learner
+    exchange: Exchange
     sender: Sender
     told: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -191,10 +192,16 @@ def desk(tmp_path: Path) -> Any:
     past = history.register(run, NAME, records.new_attempt, stamp=time.time)
     learner.begin(exchanging.fetch_heads(run), incarnation=past.incarnation)
     exchange = Exchange(
-        outside, NAME, past.incarnation, past.last_digest, records.new_attempt, stamp=time.time
+        outside,
+        NAME,
+        past.incarnation,
+        past.last_digest,
+        records.new_attempt,
+        stamp=time.time,
+        link=exchanging.link_of(outside, NAME, past.last),
     )
     told: list[Mapping[str, Any]] = []
-    desk = Desk(outside, weather, learner, Sender(exchange, 3, told.append), told)
+    desk = Desk(outside, weather, learner, exchange, Sender(exchange, 3, told.append), told)
     yield desk
     weather.gate.set()
     desk.sender.close()
@@ -476,10 +483,10 @@ def test_close_ends_within_the_write_at_hand(desk: Desk) -> None:
     desk.offer(0, 2)
     timer = threading.Timer(0.3, desk.weather.gate.set)
     timer.start()
-    digest = desk.sender.close()
+    desk.sender.close()
     timer.join()
     assert [name for name, _ in desk.links()] == [f"inbox/f0001/{NAME}/0-0-1.json"]
-    assert digest == records.require(desk.weather.inner, desk.links()[0][0])[1]
+    assert desk.exchange.previous == records.require(desk.weather.inner, desk.links()[0][0])[1]
     require_sound(desk.run)
 
 

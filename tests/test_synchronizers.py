@@ -19,11 +19,14 @@ from infra.arrays import ArrayReader
 from infra.store import Store
 from islands import names
 from islands.contributions import Contribution
+from islands.metrics import points_of
+from islands.sealing import seal
 from islands.types import Position, VersionTaken
-from tasks import history, records
+from tasks import collecting, history, records
 from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.merging import Synchronizer
+from tasks.reporting import status
 from tasks.runs import Run
 from tasks.verifying import verify
 from tests import runs
@@ -243,11 +246,13 @@ def poll(run: Run) -> None:
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
+        ("unknown", {"learner": "stranger"}),
         ("layout", {"layout": "0" * 16}),
         ("layout", {"codec": "bfloat16"}),
         ("tokens", {"num_tokens": 0}),
         ("tokens", {"num_tokens": -5}),
         ("tokens", {"num_steps": 0}),
+        ("non-finite", {"step_seconds": float("nan")}),
         ("future", {"base_version": 99}),
         ("lineage", {"base_digest": "f" * 64}),
         ("overlap", {"start": Position(0, 0)}),
@@ -268,7 +273,108 @@ def test_a_contribution_that_breaks_a_rule_is_refused_by_name_and_the_others_mer
     assert head.version == version + 1
     assert refusals(run) == {bad.name: reason}
     assert good.learner in {entry.learner for entry in head.consumed}
-    assert head.tallies[good.learner].refused[reason][0] == 1
+    assert head.tallies[bad.learner].refused[reason][0] == 1
+    seen = {island.name: island.refused for island in status(run).islands}
+    if bad.learner in seen:
+        assert seen[bad.learner] == {reason: 1}
+    points = points_of(head, [records.find_head(run.store, p)[0] for p in range(2)], {})
+    assert (f"sync/refused_{reason}", 1.0) in {(point.key, point.value) for point in points}
+
+
+def test_a_round_in_which_everybody_says_zero_tokens_changes_and_advances_nothing(
+    tmp_path: Path,
+) -> None:
+    driver = until_due(tmp_path, "memory://all-zero")
+    run = driver.run
+    before = heads(run)
+    for fragment in range(len(run.layouts)):
+        for name in run.store.list_names(f"inbox/f{fragment:04d}/"):
+            found = records.read_contribution(run.store, name)
+            assert found is not None
+            run.store.delete(name)
+            run.store.create(name, seal(replace(found[0], num_tokens=0).to_json()))
+    poll(run)
+    assert heads(run) == before
+
+
+def test_an_island_whose_name_differs_by_case_alone_is_unknown(tmp_path: Path) -> None:
+    driver = until_due(tmp_path, "memory://by-case")
+    run = driver.run
+    good, expected = pending(run), fold_alone(run)
+    twin = replace(good, learner=good.learner.upper())
+    run.store.create(twin.name, seal(twin.to_json()))
+    poll(run)
+    assert refusals(run) == {twin.name: "unknown"}
+    for made, alone in zip(heads(run), expected, strict=True):
+        assert made[:3] == alone[:3]
+        assert {**alone[3], twin.learner: 0} == {twin.learner: 0, **made[3]}
+
+
+@pytest.mark.parametrize("at", [-86_400.0, 86_400.0, 0.0, float("nan"), 1e300])
+def test_an_islands_clock_changes_no_byte_of_what_is_merged(tmp_path: Path, at: float) -> None:
+    """A day behind, a day ahead, or no clock at all: parameters, momentum and tallies of tokens are the same."""
+    driver = until_due(tmp_path, f"memory://clock-{at}")
+    run = driver.run
+    expected = fold_alone(run)
+    for fragment in range(len(run.layouts)):
+        for name in run.store.list_names(f"inbox/f{fragment:04d}/"):
+            found = records.read_contribution(run.store, name)
+            assert found is not None
+            told = replace(found[0].telemetry, at=at)
+            run.store.delete(name)
+            run.store.create(name, seal(replace(found[0], telemetry=told).to_json()))
+    poll(run)
+    assert heads(run) == expected
+
+
+def fold_alone(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:
+    """Return the heads one synchronizer makes of what the store holds, and take them back."""
+    kept = runs.objects(run)
+    poll(run)
+    made = heads(run)
+    runs.fill(run.store, kept)
+    return made
+
+
+@pytest.mark.parametrize("age", [1, 2, 3, 5])
+def test_a_contribution_beyond_the_staleness_is_refused_as_stale_once_however_late_it_comes(
+    tmp_path: Path, age: int
+) -> None:
+    """It first appears one, two, three and five versions too late: nobody can have judged it before."""
+    options = ("sync.max_staleness=1", "total_tokens=8_000")
+    driver = runs.start(runs.tiny_config(tmp_path, *options, store=f"memory://too-late-{age}"))
+    run = driver.run
+    while records.find_head(run.store, 0)[0].version < 7 or not fresh_pushes(run):
+        assert driver.advance()
+    good = pending(run)
+    base = good.base_version - 1 - age
+    digest = records.require_commit(run.store, 0, base)[1]
+    stop = Position(good.stop.incarnation, good.stop.step + 1)
+    old = replace(good, base_version=base, base_digest=digest, stop=stop)
+    records.write(run.store, old.name, old.to_json())
+    collecting.collect(run)
+    runs.finish(driver)
+    recorded = [
+        verdict.reason
+        for version in range(1, records.find_head(run.store, 0)[0].version + 1)
+        for verdict in records.require_commit(run.store, 0, version)[0].refused
+        if verdict.name == old.name
+    ]
+    assert recorded == ["stale"]
+    assert {i.name: i for i in status(run).islands}[good.learner].refused["stale"] >= 1
+    assert run.store.read(old.name) is None  # written down, so it could go
+
+
+def fresh_pushes(run: Run) -> list[str]:
+    """Return what waits in fragment 0 on its head."""
+    head, _ = records.find_head(run.store, 0)
+    found = []
+    for name in run.store.list_names("inbox/f0000/"):
+        key = names.parse_contribution(name)
+        is_fresh = key is not None and key.base_version == head.version
+        if is_fresh and key.stop > head.tallies[key.learner].consumed_to:
+            found.append(name)
+    return found
 
 
 @pytest.mark.parametrize(
