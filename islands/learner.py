@@ -221,7 +221,7 @@ class Learner:
     # --- training ---
 
     def step(self, batch: Any, *, num_tokens: int, num_samples: int) -> float:
-        """Take one inner step and return its loss, on a GPU that of the step before: see `Late`.
+        """Take one inner step and return its loss, on a GPU that of the step before (see `Late`).
 
         Counts the tokens only once the step is done, or given to the GPU: no copy can be made before it there.
         """
@@ -319,12 +319,8 @@ class Learner:
 
     def state(self, previous: str) -> LearnerState:
         """Return private copies of everything needed to go on from here."""
-        first, second, steps = [], [], []
-        for layout in self.layouts:
-            moments = self._moments(layout)
-            first.append(moments[0])
-            second.append(moments[1])
-            steps.append(moments[2])
+        moments = [self._moments(layout) for layout in self.layouts]
+        first, second, steps = zip(*moments, strict=True)
         values = tuple(kept(gather(layout, self._parameters)) for layout in self.layouts)
         buffers = {
             name: value.to("cpu").numpy().copy()
@@ -333,9 +329,9 @@ class Learner:
         return LearnerState(
             record=self.record(previous),
             values=values,
-            first=tuple(first),
-            second=tuple(second),
-            tensor_steps=tuple(steps),
+            first=first,
+            second=second,
+            tensor_steps=steps,
             buffers=buffers,
         )
 

@@ -27,9 +27,11 @@ ACTS: Mapping[str, str] = {
     "total_tokens": AT_ONCE,  # each island's share and its learning-rate clock with it
     "quarantine": AT_ONCE,
     "data.eval_bytes": AT_ONCE,
+    "inner.precision": NEXT_INCARNATION,
     "inner.*": AT_ONCE,
     "outer.learning_rate": AT_ONCE,
     "outer.momentum": AT_ONCE,
+    "outer.weighting": AT_ONCE,
     "sync.period_steps": AT_ONCE,
     "sync.min_learners": AT_ONCE,
     "sync.grace_fraction": AT_ONCE,
@@ -43,6 +45,7 @@ ACTS: Mapping[str, str] = {
     "local.*": ON_RESUME,
     "islands.*.region": AT_ONCE,
     "islands.*.speed": AT_ONCE,  # the shares; what it means to the local driver, on resume
+    "islands.*.bandwidth_mbit": AT_ONCE,
     "islands.*.batch_size": NEXT_INCARNATION,  # its part in the shares at once
     "islands.*.device": NEXT_INCARNATION,
     "islands.*": ON_RESUME,  # clusters and stores are opened once; delays are the local driver's

@@ -92,6 +92,7 @@ class Life:
             feedback=owed,
         )
         self._exchange = exchange
+        self.run = exchange.run  # by way of its link
         # From here on: until now nothing trained that could wait for it.
         link.bytes_per_second = self.island.bytes_per_second
         with contextlib.ExitStack() as stack:
@@ -175,6 +176,7 @@ class Life:
         building.retune(self._learner, run)
         changes = ", ".join(map(str, changes_between(self.run.config, run.config)))
         self.run, self._share = run, run.own_tokens(self.island.name)
+        self._exchange.link.bytes_per_second = run.island(self.island.name).bytes_per_second
         text = (
             f"{self.island.name} at step {self._learner.position.step}: settings changed: {changes}"
         )
