@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -639,6 +639,7 @@ def test_the_effective_configuration_reads_back_as_an_equal_one(text: str) -> No
     assert config_from_json(config.model_dump_json(), source="x") == config
 
 
+@settings(deadline=None)
 @given(
     learning_rate=st.floats(min_value=0, max_value=1, exclude_min=True),
     clip_norm=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
