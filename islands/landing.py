@@ -34,6 +34,13 @@ class OnDevice:
 Flat = Vector | OnDevice
 
 
+def room(size: int, device: torch.device) -> Tensor:
+    """Return a flat float32 tensor to be filled. On the CPU numpy's, which asks for large pages: half the time."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.empty(size, dtype=np.float32))
+    return torch.empty(size, dtype=torch.float32, device=device)
+
+
 def kept(values: Tensor) -> Flat:
     """Return values that nobody will write to any more as a copy to `landed` later; never waits."""
     if not values.is_cuda:
@@ -57,11 +64,15 @@ def landed(copy: Flat) -> Vector:
 
 
 def sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return values of the host as a new tensor on a device; a GPU takes them in turn, and nobody waits for that."""
+    """Return values of the host as a tensor to read from: on the CPU the same memory, on a GPU a copy.
+
+    The GPU takes it in turn, and nobody waits for that.
+    """
+    host = torch.from_numpy(np.require(values, requirements=("C", "W")))
     if device.type != "cuda":
-        return torch.tensor(values)
+        return host
     # Pinned, since from pageable memory the transfer would first wait for every step given before.
-    return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 class Late:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from islands import ledger
 from islands.fragments import first_push_steps
-from islands.landing import Flat, Late, Vector, kept, landed, sent
+from islands.landing import Flat, Late, Vector, kept, landed, room, sent
 from islands.ledger import FragmentClock, LearnerRecord
 from islands.schedule import Schedule, learning_rate_at
 from islands.types import FragmentLayout, FragmentMismatch, Position
@@ -93,15 +93,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def gather(layout: FragmentLayout, parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the fragment's values as a new flat float32 tensor in layout order, where the parameters are."""
-    pieces = []
+    flat = room(layout.size, parameters[layout.tensors[0].name].device)
     for spec in layout.tensors:
         values = parameters[spec.name].detach()
         if tuple(values.shape) != spec.shape:
             raise FragmentMismatch(
                 f"{spec.name} has shape {tuple(values.shape)}, the layout says {spec.shape}"
             )
-        pieces.append(values.to(torch.float32).reshape(-1))
-    return torch.cat(pieces)
+        flat[spec.offset : spec.stop].view(spec.shape).copy_(values)
+    return flat
 
 
 def scatter(layout: FragmentLayout, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
