@@ -21,6 +21,9 @@ from dataclasses import dataclass, replace
 
 from islands.types import ConfigError, StoreUnavailable, VersionTaken
 
+# An object's bytes, whole or in parts to be joined: so a large array need not be copied to get four bytes more.
+Data = bytes | tuple[bytes | memoryview, ...]
+
 PARTIAL = ".partial"
 _MAX_PART_BYTES = 200
 _PARTIAL_LIFE_SECONDS = 3600.0
@@ -105,7 +108,7 @@ class LocalDisk:
     def url(self) -> str:
         return f"file://{self.folder}"
 
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+    def create(self, name: str, data: Data, *, sync: bool = True) -> None:
         target = self._path(name)
         partial = os.path.join(self.root, PARTIAL, secrets.token_hex(16))
         durable = self.durable and sync
@@ -173,10 +176,10 @@ class LocalDisk:
     def _folder(self, prefix: str) -> str:
         return os.path.join(self.folder, check_prefix(prefix)).rstrip("/") or "/"
 
-    def _write_partial(self, partial: str, data: bytes, durable: bool) -> None:
+    def _write_partial(self, partial: str, data: Data, durable: bool) -> None:
         os.makedirs(os.path.dirname(partial), exist_ok=True)
         with open(partial, "xb") as file:
-            file.write(data)
+            file.writelines(data if isinstance(data, tuple) else (data,))
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
