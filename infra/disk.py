@@ -17,6 +17,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from islands.types import ConfigError, StoreUnavailable, VersionTaken
@@ -29,6 +30,8 @@ _MAX_PART_BYTES = 200
 _PARTIAL_LIFE_SECONDS = 3600.0
 # A create competes with deletes that remove emptied folders; each try loses only if one of them wins again.
 _MAX_LINK_TRIES = 100
+# Fsyncs under way at once: each ends with the disk's own flush, and flushes that meet are done as one.
+_SYNC_THREADS = 4
 
 
 def check_name(name: str) -> str:
@@ -161,8 +164,9 @@ class LocalDisk:
         if not self.durable:
             return
         try:
-            for entry in _walk(start):
-                _fsync(entry.path)
+            with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+                for _ in pool.map(_fsync, [entry.path for entry in _walk(start)]):
+                    pass  # an error of any of them is raised here
             self._sync_folders(start)
         except OSError as exc:
             raise StoreUnavailable(f"cannot sync {self.url}/{prefix}: {exc}") from exc
