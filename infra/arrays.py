@@ -213,8 +213,16 @@ class ArrayReader:
         """
         return self._spec(name).chunk_length
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray[Any, Any]:
-        """Return a copy of the elements [start, stop) of an array; fetches only the chunks they lie in.
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, copy: bool = True
+    ) -> np.ndarray[Any, Any]:
+        """Return the elements [start, stop) of an array; fetches only the chunks they lie in.
+
+        Args:
+            name: the array.
+            start: the first element.
+            stop: the first element not to read; None is the array's end.
+            copy: False if the caller will not write to the result: elements of one chunk then come as they were read.
 
         Raises:
             DamagedObject: an object is missing, or is not what the manifest says.
@@ -226,14 +234,17 @@ class ArrayReader:
         if not 0 <= start <= stop <= spec.length:
             raise ValueError(f"{name}: no part [{start}, {stop}) in {spec.length} elements")
         self._require_description(spec)
+        chunks = _chunk_names(spec, start, stop)
+        if not copy and len(chunks) == 1:
+            first = start - start % spec.chunk_length
+            return self._numbers(spec, chunks[0])[start - first : stop - first]
         values = np.empty(stop - start, dtype=spec.dtype)
-        for chunk in _chunk_names(spec, start, stop):
+        for chunk in chunks:
             first = int(chunk.rpartition("/")[2]) * spec.chunk_length
             low, high = max(start, first), min(stop, first + spec.chunk_length)
+            part = slice(low - first, high - first)
             # No name for the chunk: it must be gone before the next one is fetched.
-            values[low - start : high - start] = self._numbers(spec, chunk)[
-                low - first : high - first
-            ]
+            values[low - start : high - start] = self._numbers(spec, chunk)[part]
         return values
 
     def _numbers(self, spec: StoredArray, chunk: str) -> np.ndarray[Any, Any]:

@@ -2,7 +2,8 @@
 
 `python -m tasks.plain_merging FOLDER` prints the figures as JSON. Both sides read four contributions of 64 MB and the
 parent, fold, step, and write the next version; neither calls fsync, which would add the same to both. The plain side
-uses the same functions for the arithmetic, and knows no checksums, records or verdicts. No torch.
+uses the same functions for the arithmetic, has all its memory beforehand, and knows no checksums, records or verdicts.
+No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.arrays import ArrayReader
-from islands.codecs import encode
+from islands.codecs import STORED_DTYPE, encode
 from islands.merging import BLOCK, Vector, fold, nesterov_step, spans
 from tasks import records
 from tasks.measuring import RUN_ID, prepare
@@ -27,6 +28,7 @@ from tasks.runs import Run, open_run
 
 NUM_LEARNERS = 4
 NUM_ROUNDS = 9
+_NEXT = ("params", "momentum", "public")
 
 
 def compare(folder: Path, num_rounds: int = NUM_ROUNDS) -> dict[str, float]:
@@ -35,29 +37,82 @@ def compare(folder: Path, num_rounds: int = NUM_ROUNDS) -> dict[str, float]:
     The sides take turns at being first. One more round comes before and is not counted.
     """
     prepare(str(folder / "run"), NUM_LEARNERS)
-    run = open_run(f"file://{folder}/run", RUN_ID)
-    plain = folder / "plain"
-    norms = _write_plainly(run, plain)
+    plain = PlainMerge(open_run(f"file://{folder}/run", RUN_ID), folder / "plain")
     pairs = []
     for index in range(num_rounds + 1):
-        seconds: dict[str, float] = {}
-        for side in ("ours", "plain") if index % 2 else ("plain", "ours"):
-            if side == "plain":
-                seconds[side] = _seconds_plainly(run, plain, norms)
-            else:
-                seconds[side] = _seconds_of_synchronizer(folder)
-        pairs.append((seconds["ours"], seconds["plain"]))
-    _require_equal_results(folder, plain)
+        if index % 2:
+            ours = _seconds_of_synchronizer(folder)
+            pairs.append((ours, plain.seconds()))
+        else:
+            theirs = plain.seconds()
+            pairs.append((_seconds_of_synchronizer(folder), theirs))
+    _require_equal_results(open_run(f"file://{folder}/copy", RUN_ID), plain)
     counted = pairs[1:]
     return {
-        "time_ratio": statistics.median(ours / plain for ours, plain in counted),
+        "time_ratio": statistics.median(ours / theirs for ours, theirs in counted),
         "seconds": statistics.median(ours for ours, _ in counted),
-        "plain_seconds": statistics.median(plain for _, plain in counted),
+        "plain_seconds": statistics.median(theirs for _, theirs in counted),
     }
 
 
+class PlainMerge:
+    """The same merge on whole arrays and files that hold nothing else."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        """Write the run's head and one of its equal contributions as plain files, and make the arrays."""
+        folder.mkdir()
+        self.folder = folder
+        self._layout, self._outer = run.layouts[0], run.config.outer
+        self._codec, self._chunk = run.config.sync.codec_down, run.chunk_of(self._layout)
+        head, _ = records.find_head(run.store, 0)
+        found = records.read_contribution(run.store, run.store.list_names("inbox")[0])
+        assert found is not None, "prepare wrote contributions"
+        self._norms = found[0].norms
+        reader = ArrayReader(run.store, head.payload)
+        for array in ("params", "momentum"):
+            reader.read(array).tofile(folder / array)
+        ArrayReader(run.store, found[0].payload).read("delta").tofile(folder / "delta")
+        size = self._layout.size
+        self._deltas = [np.zeros(size, np.float32) for _ in range(NUM_LEARNERS)]
+        self._params, self._momentum = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        self._public = np.zeros(size, STORED_DTYPE[self._codec])
+
+    def seconds(self) -> float:
+        """Merge once and return how long it took."""
+        for array in _NEXT:
+            (self.folder / f"next-{array}").unlink(missing_ok=True)
+        start = time.perf_counter()
+        for delta in self._deltas:
+            _read_into(delta, self.folder / "delta")
+        _read_into(self._params, self.folder / "params")
+        _read_into(self._momentum, self.folder / "momentum")
+        folded = fold(
+            self._layout,
+            lambda i, low, high: self._deltas[i][low:high],
+            weights=[1.0] * NUM_LEARNERS,
+            norms=[self._norms] * NUM_LEARNERS,
+            chunk_elements=self._chunk,
+        )
+        self._step(folded.delta)
+        for array, values in zip(_NEXT, (self._params, self._momentum, self._public), strict=True):
+            values.tofile(self.folder / f"next-{array}")
+        return time.perf_counter() - start
+
+    def _step(self, delta: Vector) -> None:
+        for first, last in spans(self._layout.size, BLOCK):
+            block = slice(first, last)
+            self._params[block], self._momentum[block] = nesterov_step(
+                self._params[block],
+                self._momentum[block],
+                delta[block],
+                learning_rate=self._outer.learning_rate,
+                momentum_factor=self._outer.momentum,
+            )
+            self._public[block] = encode(self._params[block], self._codec).values
+
+
 def _seconds_of_synchronizer(folder: Path) -> float:
-    """Merge a copy of the run, made of links: its objects are never changed."""
+    """Merge a copy of the run, made of links since no object is ever changed, and return how long it took."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "run", copy, copy_function=os.link)
@@ -69,63 +124,17 @@ def _seconds_of_synchronizer(folder: Path) -> float:
     return seconds
 
 
-def _seconds_plainly(run: Run, plain: Path, norms: tuple[float, ...]) -> float:
-    (plain / "next").mkdir(exist_ok=True)
-    for path in (plain / "next").iterdir():
-        path.unlink()
-    start = time.perf_counter()
-    deltas = [np.fromfile(plain / "delta", np.float32) for _ in range(NUM_LEARNERS)]
-    layout, outer = run.layouts[0], run.config.outer
-    folded = fold(
-        layout,
-        lambda i, low, high: deltas[i][low:high],
-        weights=[1.0] * NUM_LEARNERS,
-        norms=[norms] * NUM_LEARNERS,
-        chunk_elements=layout.size,
-    )
-    params = np.fromfile(plain / "params", np.float32)
-    momentum = np.fromfile(plain / "momentum", np.float32)
-    public = np.empty(layout.size, np.uint16)
-    for first, last in spans(layout.size, BLOCK):
-        block = slice(first, last)
-        params[block], momentum[block] = nesterov_step(
-            params[block],
-            momentum[block],
-            folded.delta[block],
-            learning_rate=outer.learning_rate,
-            momentum_factor=outer.momentum,
-        )
-        public[block] = encode(params[block], run.config.sync.codec_down).values
-    for name, values in (("params", params), ("momentum", momentum), ("public", public)):
-        values.tofile(plain / "next" / name)
-    return time.perf_counter() - start
+def _read_into(values: Vector, path: Path) -> None:
+    with open(path, "rb", buffering=0) as file:
+        assert file.readinto(values.view(np.uint8).data) == values.nbytes
 
 
-def _write_plainly(run: Run, plain: Path) -> tuple[float, ...]:
-    """Write the head and one contribution as plain files, and return that one's norms."""
-    plain.mkdir()
-    head, _ = records.find_head(run.store, 0)
-    (name, *_) = run.store.list_names("inbox")
-    found = records.read_contribution(run.store, name)
-    assert found is not None, name
-    parts = (
-        (head.payload, "params"),
-        (head.payload, "momentum"),
-        (found[0].payload, "delta"),
-    )
-    for payload, array in parts:
-        ArrayReader(run.store, payload).read(array).tofile(plain / array)
-    return found[0].norms
-
-
-def _require_equal_results(folder: Path, plain: Path) -> None:
+def _require_equal_results(run: Run, plain: PlainMerge) -> None:
     """Both sides must have made the same numbers, or their times say nothing."""
-    run = open_run(f"file://{folder}/copy", RUN_ID)
     head, _ = records.find_head(run.store, 0)
     reader = ArrayReader(run.store, head.payload)
-    for array in ("params", "momentum", "public"):
-        ours: Vector = reader.read(array)
-        assert ours.tobytes() == (plain / "next" / array).read_bytes(), array
+    for array in _NEXT:
+        assert reader.read(array).tobytes() == (plain.folder / f"next-{array}").read_bytes(), array
 
 
 if __name__ == "__main__":

@@ -111,6 +111,46 @@ def test_plain_zarr_reads_a_payload(tmp_path: Path) -> None:
     assert dict(group["uint8"].attrs) == {}
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "float16", "float64"])
+def test_a_payload_is_byte_for_byte_what_zarr_writes(tmp_path: Path, dtype: str) -> None:
+    values = np.arange(100).astype(dtype)  # 64 elements to a chunk: the second one is filled up
+    write_arrays(open_store(f"file://{tmp_path}"), "ours", {"a": values[::-1]}, chunk_elements=64)
+    theirs = zarr.create_array(
+        LocalStore(tmp_path / "theirs/a"),
+        shape=(100,),
+        chunks=(64,),
+        dtype=dtype,
+        serializer=zarr.codecs.BytesCodec(endian="little"),
+        compressors=[zarr.codecs.Crc32cCodec()],
+        fill_value=np.nan if dtype.startswith("float") else 0,
+    )
+    theirs[:] = values[::-1]
+    for name in ("zarr.json", "c/0", "c/1"):
+        assert (tmp_path / "ours/a" / name).read_bytes() == (
+            tmp_path / "theirs/a" / name
+        ).read_bytes()
+
+
+def test_numbers_in_another_order_of_memory_are_written_as_they_count(store: Store) -> None:
+    values = np.arange(64, dtype="float32").reshape(32, 2)[:, 1]
+    manifest = write_arrays(store, "p", {"a": values, "b": values[::-1]}, chunk_elements=10)
+    reader = ArrayReader(store, manifest)
+    assert reader.read("a").tolist() == list(range(1, 64, 2))
+    assert reader.read("b").tolist() == list(range(63, 0, -2))
+
+
+def test_a_result_is_the_callers_own_unless_it_wants_no_copy(store: Store) -> None:
+    values = sample("float32", 30)
+    reader = ArrayReader(store, write_arrays(store, "p", {"a": values}, chunk_elements=10))
+    for start, stop in ((0, 10), (12, 17), (5, 25), (29, 30), (30, 30)):
+        own = reader.read("a", start, stop)
+        own[:] = 0
+        found = reader.read("a", start, stop, copy=False)
+        assert np.array_equal(found, values[start:stop])
+    with pytest.raises(ValueError, match="read-only"):
+        reader.read("a", 0, 10, copy=False)[:] = 0
+
+
 def test_a_payload_is_metadata_and_chunks_and_nothing_else(store: Store) -> None:
     manifest = small_payload(store)
     chunks = {"codes": 5, "delta": 3, "zeros": 2}  # 33, 20 and 16 elements, 8 to a chunk
