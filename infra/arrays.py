@@ -10,7 +10,8 @@ event loop that all threads share. Here they go from the caller's array to a `St
 thread: a store that stalls blocks its caller and nobody else.
 
 What zarr does not promise, the manifest does: zarr reads a missing chunk as fill values and does not checksum its own
-zarr.json. Each object's length and crc32c are therefore compared with the manifest before it is used.
+zarr.json. Each object's length and crc32c are therefore compared with the manifest before it is used. Of a chunk the
+manifest names the crc32c of its numbers alone: that of a whole chunk, its own crc32c at its end, is the same for all.
 """
 
 from __future__ import annotations
@@ -154,9 +155,10 @@ class ArrayWriter:
 
     def _put_chunk(self, name: str, numbers: np.ndarray[Any, Any]) -> None:
         octets = numbers.view(np.uint8)
-        checksum = cast(int, google_crc32c.value(octets)).to_bytes(_CHECKSUM_BYTES, "little")
-        self._store.create(f"{self._folder}/{name}", (octets.data, checksum), sync=False)
-        self._objects[name] = StoredObject(name, octets.size + _CHECKSUM_BYTES, _SEALED)
+        checksum = cast(int, google_crc32c.value(octets))
+        end = checksum.to_bytes(_CHECKSUM_BYTES, "little")
+        self._store.create(f"{self._folder}/{name}", (octets.data, end), sync=False)
+        self._objects[name] = StoredObject(name, octets.size + len(end), checksum)
 
 
 def write_arrays(
@@ -250,10 +252,7 @@ class ArrayReader:
     def _numbers(self, spec: StoredArray, chunk: str) -> np.ndarray[Any, Any]:
         data = self._fetch(chunk)
         dtype = np.dtype(spec.dtype).newbyteorder("<")
-        if (
-            len(data) != spec.chunk_length * dtype.itemsize + _CHECKSUM_BYTES
-            or self._objects[chunk].crc32c != _SEALED
-        ):
+        if len(data) != spec.chunk_length * dtype.itemsize + _CHECKSUM_BYTES:
             raise DamagedObject(f"{self._folder}/{chunk}", f"is no chunk of {spec}")
         return np.frombuffer(data, dtype, spec.chunk_length)
 
@@ -381,6 +380,10 @@ def _read_checked(store: Store, folder: str, item: StoredObject) -> bytes:
     if len(data) != item.num_bytes:
         raise DamagedObject(name, f"has {len(data)} bytes, committed were {item.num_bytes}")
     checksum = cast(int, google_crc32c.value(data))
+    if not item.name.endswith(_METADATA):
+        if checksum != _SEALED:
+            raise DamagedObject(name, "does not end in the crc32c of its numbers")
+        checksum = int.from_bytes(data[-_CHECKSUM_BYTES:], "little")
     if checksum != item.crc32c:
         raise DamagedObject(name, f"has crc32c {checksum:08x}, committed was {item.crc32c:08x}")
     return data

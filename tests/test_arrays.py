@@ -5,6 +5,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import zarr
@@ -260,6 +261,19 @@ class TestDamage:
         with pytest.raises(DamagedObject, match="p/a/c/0: is missing"):
             ArrayReader(store, manifest).read("a")
 
+    def test_a_sound_chunk_of_other_numbers_is_not_the_committed_one(self, store: Store) -> None:
+        manifest = write_arrays(store, "p", {"a": np.arange(16, dtype="int8")}, chunk_elements=8)
+        chunks = [store.read(f"p/a/c/{index}") for index in (0, 1)]
+        for index in (0, 1):
+            other = chunks[1 - index]
+            assert other is not None
+            store.delete(f"p/a/c/{index}")
+            store.create(f"p/a/c/{index}", other)
+        with pytest.raises(DamagedObject, match="p/a/c/0: has crc32c"):
+            check_payload(store, manifest)
+        with pytest.raises(DamagedObject, match="p/a/c/1: has crc32c"):
+            ArrayReader(store, manifest).read("a", 8)
+
     def test_a_cut_object_is_told_from_an_altered_one(self, store: Store) -> None:
         manifest = write_arrays(store, "p", {"a": np.zeros(8, "uint8")})
         for data, problem in ((b"short", "has 5 bytes, committed were 12"), (bytes(12), "crc32c")):
@@ -322,7 +336,8 @@ class TestLyingManifest:
     @pytest.mark.parametrize("name", ["zeros/zarr.json", "zeros/c/1"])
     def test_garbage_with_a_true_checksum_is_damage(self, store: Store, name: str) -> None:
         manifest = small_payload(store)
-        for garbage in (b"", b"{}", b"[1]", b"\xff" * 7, b"[" * 20_000, bytes(36)):
+        sealed = bytes(20) + google_crc32c.value(bytes(20)).to_bytes(4, "little")
+        for garbage in (b"", b"{}", b"[1]", b"\xff" * 7, b"[" * 20_000, bytes(36), sealed):
             forged = write_garbage(store, f"g{len(garbage)}", name, garbage, manifest)
             with pytest.raises(DamagedObject) as caught:
                 ArrayReader(store, forged).read("zeros")
@@ -333,15 +348,15 @@ def write_garbage(
     store: Store, folder: str, name: str, garbage: bytes, manifest: Manifest
 ) -> Manifest:
     """Copy a payload with one object replaced, and a manifest that vouches for the replacement."""
-    import google_crc32c
-
     objects = []
     for item in manifest.objects:
         data = store.read(f"{manifest.folder}/{item.name}")
         assert data is not None
-        data = garbage if item.name == name else data
+        if item.name == name:
+            vouched = garbage if name.endswith("zarr.json") else garbage[:-4]
+            data, item = garbage, StoredObject(name, len(garbage), google_crc32c.value(vouched))
         store.create(f"{folder}/{item.name}", data)
-        objects.append(StoredObject(item.name, len(data), google_crc32c.value(data)))
+        objects.append(item)
     return Manifest(folder, manifest.arrays, tuple(objects))
 
 
