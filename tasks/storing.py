@@ -27,7 +27,7 @@ from tasks import records
 
 NUM_ELEMENTS = 2**26  # 256 MiB of float32
 NUM_ROUNDS = 9
-WRITE, WRITE_WITHOUT_FSYNC, READ = "write", "write_without_fsync", "read"
+WORKS = WRITE, READ, WRITE_WITHOUT_FSYNC = "write", "read", "write_without_fsync"
 # Enough that the metadata weighs nothing, few enough for the slowest codec.
 _CODED_ELEMENTS = 2**22
 _COMMIT = "commit.json"
@@ -55,7 +55,7 @@ def measure(
     arms = {"ours": _our_arm(values), "torch": _torch_arm(values)}
     rounds = [_round(folder, arms, values, index) for index in range(num_rounds + 1)][1:]
     figures: dict[str, Any] = {}
-    for key in (WRITE, READ, WRITE_WITHOUT_FSYNC):
+    for key in WORKS:
         figures[f"{key}_ratio"] = statistics.median(
             row[key]["ours"] / row[key]["torch"] for row in rounds
         )
