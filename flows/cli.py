@@ -275,9 +275,9 @@ def track(
 @app.command
 def bench(
     name: Annotated[
-        Literal["quality", "merge", "latency", "start"],
+        Literal["quality", "store", "merge", "latency", "start"],
         Parameter(
-            help="Loss against data-parallel training; a merge's memory; its latency; start-up times."
+            help="Loss against data-parallel training; a payload's speed; a merge's cost; its latency; start-up times."
         ),
     ],
     /,

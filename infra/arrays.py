@@ -3,12 +3,15 @@
 Knows zarr's layout, chunk grids and checksums. It must not know fragments, codecs, headers or which arrays belong
 together. It is the only file that imports zarr, and it must not import torch.
 
-zarr works on a dictionary in memory, one chunk at a time; this module moves the bytes between that dictionary and the
-store. So every object passes through a `Store` verb in the caller's own thread: a store that stalls blocks its caller
-and not zarr's event loop, which all threads share.
+What stays zarr's: every zarr.json is made by zarr, which fixes the layout, the chunk grid, the names and the codecs.
+What is ours: the bytes of a chunk. With the codecs "bytes" and "crc32c" a chunk is its numbers in little endian, the
+last one filled up with the fill value, then their crc32c. zarr's own way to those bytes copies them three times, on an
+event loop that all threads share. Here they go from the caller's array to a `Store` verb uncopied, in the caller's own
+thread: a store that stalls blocks its caller and nobody else.
 
 What zarr does not promise, the manifest does: zarr reads a missing chunk as fill values and does not checksum its own
-zarr.json. Each object's length and crc32c are therefore compared with the manifest before zarr sees it.
+zarr.json. Each object's length and crc32c are therefore compared with the manifest before it is used. Of a chunk the
+manifest names the crc32c of its numbers alone: that of a whole chunk, its own crc32c at its end, is the same for all.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from islands.types import DamagedObject, Manifest, StoredArray, StoredObject
 # zarr is imported where it is first needed: it takes longer to load than all else, and a program that only reads
 # records (status, a synchronizer with nothing to merge) never needs it.
 if TYPE_CHECKING:
-    import zarr
     from zarr.abc.buffer import Buffer
 
 CHUNK_ELEMENTS = 4 * 2**20  # 16 MiB of float32
 _METADATA = "zarr.json"
-# By default zarr leaves out a chunk that holds nothing but the fill value: then absent would be a value.
-_CONFIG: Any = {"write_empty_chunks": True}
+_DESCRIPTION = ("data_type", "shape", "chunk_grid", "codecs")
+_CHECKSUM_BYTES = 4  # at the end of each chunk
+_SEALED = 0x48674BC7  # the crc32c of anything followed by its own crc32c
 
 Attributes = Mapping[str, Mapping[str, Any]]
 
@@ -87,20 +90,16 @@ class ArrayWriter:
         self._folder = folder
         self._objects: dict[str, StoredObject] = {}
         self._specs: dict[str, StoredArray] = {}
-        self._arrays: dict[str, zarr.Array[Any]] = {}
-        self._staged: dict[str, Buffer] = {}
-        self._put(_METADATA, _group_metadata())
+        self._put_metadata(_METADATA, _group_metadata())
         for name, (dtype, length) in arrays.items():
             if "/" in name:
                 raise ValueError(f"an array's name must hold no '/', got {name!r}")
             chunk = (chunk_lengths or {}).get(name) or chunk_length(length, chunk_elements)
             spec = StoredArray(name, np.dtype(dtype).name, length, chunk)
-            blank, data = _blank_array(
-                spec.dtype, length, spec.chunk_length, json.dumps((attributes or {}).get(name, {}))
-            )
-            self._put(f"{name}/{_METADATA}", data)
+            kept = json.dumps((attributes or {}).get(name, {}))
+            data = _array_metadata(spec.dtype, length, spec.chunk_length, kept)
+            self._put_metadata(f"{name}/{_METADATA}", data)
             self._specs[name] = spec
-            self._arrays[name] = _at(blank, self._staged, name)
 
     def chunk_length(self, name: str) -> int:
         """Return the elements in a chunk of an array: `write` wants multiples of it."""
@@ -131,12 +130,9 @@ class ArrayWriter:
                 f"{name}: a part must be whole chunks of {spec.chunk_length} below {spec.length}, "
                 f"got [{start}, {stop})"
             )
-        array = self._arrays[name]
         for low in range(start, stop, spec.chunk_length):
-            high = min(low + spec.chunk_length, stop)
-            array[low:high] = values[low - start : high - start]
-            chunk = f"{name}/c/{low // spec.chunk_length}"
-            self._put(chunk, self._staged.pop(chunk).to_bytes())
+            part = values[low - start : low - start + spec.chunk_length]
+            self._put_chunk(f"{name}/c/{low // spec.chunk_length}", _whole(part, spec))
 
     def finish(self) -> Manifest:
         """Make the payload durable and return its manifest.
@@ -153,9 +149,16 @@ class ArrayWriter:
         objects = sorted(self._objects.values(), key=lambda item: item.name)
         return Manifest(self._folder, tuple(self._specs.values()), tuple(objects))
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _put_metadata(self, name: str, data: bytes) -> None:
         self._store.create(f"{self._folder}/{name}", data, sync=False)
         self._objects[name] = StoredObject(name, len(data), google_crc32c.value(data))
+
+    def _put_chunk(self, name: str, numbers: np.ndarray[Any, Any]) -> None:
+        octets = numbers.view(np.uint8)
+        checksum = cast(int, google_crc32c.value(octets))
+        end = checksum.to_bytes(_CHECKSUM_BYTES, "little")
+        self._store.create(f"{self._folder}/{name}", (octets.data, end), sync=False)
+        self._objects[name] = StoredObject(name, octets.size + len(end), checksum)
 
 
 def write_arrays(
@@ -202,8 +205,7 @@ class ArrayReader:
         self._folder = manifest.folder
         self._specs = {spec.name: spec for spec in manifest.arrays}
         self._objects = {item.name: item for item in manifest.objects}
-        self._staged: dict[str, Buffer] = {}
-        self._arrays: dict[str, zarr.Array[Any]] = {}
+        self._described: set[str] = set()
 
     def chunk_length(self, name: str) -> int:
         """Return the elements in a chunk of an array.
@@ -213,8 +215,16 @@ class ArrayReader:
         """
         return self._spec(name).chunk_length
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray[Any, Any]:
-        """Return a copy of the elements [start, stop) of an array; fetches only the chunks they lie in.
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, copy: bool = True
+    ) -> np.ndarray[Any, Any]:
+        """Return the elements [start, stop) of an array; fetches only the chunks they lie in.
+
+        Args:
+            name: the array.
+            start: the first element.
+            stop: the first element not to read; None is the array's end.
+            copy: False if the caller will not write to the result: elements of one chunk then come as they were read.
 
         Raises:
             DamagedObject: an object is missing, or is not what the manifest says.
@@ -225,23 +235,26 @@ class ArrayReader:
         stop = spec.length if stop is None else stop
         if not 0 <= start <= stop <= spec.length:
             raise ValueError(f"{name}: no part [{start}, {stop}) in {spec.length} elements")
-        from zarr.buffer import cpu
-
-        array = self._open(spec)
+        self._require_description(spec)
+        chunks = _chunk_names(spec, start, stop)
+        if not copy and len(chunks) == 1:
+            first = start - start % spec.chunk_length
+            return self._numbers(spec, chunks[0])[start - first : stop - first]
         values = np.empty(stop - start, dtype=spec.dtype)
-        for chunk in _chunk_names(spec, start, stop):
-            index = int(chunk.rpartition("/")[2])
-            low = max(start, index * spec.chunk_length)
-            high = min(stop, (index + 1) * spec.chunk_length)
-            self._staged[chunk] = cpu.Buffer.from_bytes(self._fetch(chunk))
-            try:
-                out = cpu.NDBuffer.from_numpy_array(values[low - start : high - start])
-                array.get_basic_selection(slice(low, high), out=out)
-            except (ValueError, TypeError, IndexError) as exc:
-                raise DamagedObject(f"{self._folder}/{chunk}", f"cannot be decoded: {exc}") from exc
-            finally:
-                del self._staged[chunk]
+        for chunk in chunks:
+            first = int(chunk.rpartition("/")[2]) * spec.chunk_length
+            low, high = max(start, first), min(stop, first + spec.chunk_length)
+            part = slice(low - first, high - first)
+            # No name for the chunk: it must be gone before the next one is fetched.
+            values[low - start : high - start] = self._numbers(spec, chunk)[part]
         return values
+
+    def _numbers(self, spec: StoredArray, chunk: str) -> np.ndarray[Any, Any]:
+        data = self._fetch(chunk)
+        dtype = np.dtype(spec.dtype).newbyteorder("<")
+        if len(data) != spec.chunk_length * dtype.itemsize + _CHECKSUM_BYTES:
+            raise DamagedObject(f"{self._folder}/{chunk}", f"is no chunk of {spec}")
+        return np.frombuffer(data, dtype, spec.chunk_length)
 
     def _spec(self, name: str) -> StoredArray:
         spec = self._specs.get(name)
@@ -249,20 +262,15 @@ class ArrayReader:
             raise DamagedObject(f"{self._folder}/{name}", f"the manifest describes it as {spec}")
         return spec
 
-    def _open(self, spec: StoredArray) -> zarr.Array[Any]:
-        """Return the array that the manifest describes, after checking that zarr.json agrees.
-
-        zarr does not parse that zarr.json: it could name any codec, and fail in any way.
-        """
-        if spec.name in self._arrays:
-            return self._arrays[spec.name]
+    def _require_description(self, spec: StoredArray) -> None:
+        """Check once that the array's zarr.json says what the manifest says; another reader goes by that one."""
+        if spec.name in self._described:
+            return
         metadata = f"{spec.name}/{_METADATA}"
         data = self._fetch(metadata)
-        array, wanted = _blank_array(spec.dtype, spec.length, spec.chunk_length, "{}")
-        if not _agree(data, wanted):
+        if not _agree(data, _array_metadata(spec.dtype, spec.length, spec.chunk_length, "{}")):
             raise DamagedObject(f"{self._folder}/{metadata}", f"does not describe {spec}")
-        self._arrays[spec.name] = _at(array, self._staged, spec.name)
-        return self._arrays[spec.name]
+        self._described.add(spec.name)
 
     def _fetch(self, name: str) -> bytes:
         item = self._objects.get(name)
@@ -298,16 +306,14 @@ def _group_metadata() -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _blank_array(
-    dtype: str, length: int, chunk_length: int, attributes: str
-) -> tuple[zarr.Array[Any], bytes]:
-    """Return an array without chunks, and its zarr.json. Kept, since a run's payloads are alike in every round."""
+def _array_metadata(dtype: str, length: int, chunk_length: int, attributes: str) -> bytes:
+    """Return an array's zarr.json. Kept, since a run's payloads are alike in every round."""
     import zarr
     from zarr.codecs import BytesCodec, Crc32cCodec
     from zarr.storage import MemoryStore
 
     staged: dict[str, Buffer] = {}
-    array = zarr.create_array(
+    zarr.create_array(
         MemoryStore(staged),
         shape=(length,),
         chunks=(chunk_length,),
@@ -315,22 +321,26 @@ def _blank_array(
         filters=None,
         compressors=[Crc32cCodec()],
         serializer=BytesCodec(endian="little"),
-        # For readers other than ours: a missing chunk must not look like zeros.
-        fill_value=np.nan if dtype.startswith("float") else 0,
+        fill_value=_fill_value(dtype),
         attributes=json.loads(attributes),
         zarr_format=3,
-        config=_CONFIG,
     )
-    return array, staged[_METADATA].to_bytes()
+    return staged[_METADATA].to_bytes()
 
 
-def _at(array: zarr.Array[Any], staged: dict[str, Buffer], name: str) -> zarr.Array[Any]:
-    """Return the same array in another place."""
-    import zarr
-    from zarr.storage import MemoryStore, StorePath
+def _fill_value(dtype: str) -> float:
+    """Return what a reader other than ours finds where a chunk is missing: it must not look like zeros."""
+    return np.nan if dtype.startswith("float") else 0
 
-    place = StorePath(MemoryStore(staged), name)
-    return zarr.Array(zarr.AsyncArray(metadata=array.metadata, store_path=place, config=_CONFIG))
+
+def _whole(part: np.ndarray[Any, Any], spec: StoredArray) -> np.ndarray[Any, Any]:
+    """Return the numbers of one chunk as they are stored: all of them, side by side, in little endian."""
+    dtype = np.dtype(spec.dtype).newbyteorder("<")
+    if len(part) == spec.chunk_length:
+        return np.ascontiguousarray(part, dtype)
+    whole = np.full(spec.chunk_length, _fill_value(spec.dtype), dtype)
+    whole[: len(part)] = part
+    return whole
 
 
 def _is_sound(spec: StoredArray) -> bool:
@@ -346,7 +356,7 @@ def _agree(found: bytes, wanted: bytes) -> bool:
     """Say whether two zarr.json describe the same values on the same grid."""
     try:
         one, other = json.loads(found), json.loads(wanted)
-        return all(one[key] == other[key] for key in ("data_type", "shape", "chunk_grid"))
+        return all(one[key] == other[key] for key in _DESCRIPTION)
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
@@ -370,6 +380,10 @@ def _read_checked(store: Store, folder: str, item: StoredObject) -> bytes:
     if len(data) != item.num_bytes:
         raise DamagedObject(name, f"has {len(data)} bytes, committed were {item.num_bytes}")
     checksum = cast(int, google_crc32c.value(data))
+    if not item.name.endswith(_METADATA):
+        if checksum != _SEALED:
+            raise DamagedObject(name, "does not end in the crc32c of its numbers")
+        checksum = int.from_bytes(data[-_CHECKSUM_BYTES:], "little")
     if checksum != item.crc32c:
         raise DamagedObject(name, f"has crc32c {checksum:08x}, committed was {item.crc32c:08x}")
     return data

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from infra.disk import Data
 from infra.store import Store
 
 
@@ -27,7 +28,7 @@ class RoutedStore:
         """Where the main part lies."""
         return self._store.url
 
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+    def create(self, name: str, data: Data, *, sync: bool = True) -> None:
         """As `Store.create`, at the name's place."""
         self._place(name).create(name, data, sync=sync)
 

@@ -17,7 +17,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import GCSStore, MemoryStore, S3Store
 
-from infra.disk import check_name, check_prefix, has_control, open_disk
+from infra.disk import Data, check_name, check_prefix, has_control, open_disk
 from islands.types import ConfigError, StoreUnavailable, VersionTaken
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Store(Protocol):
         """Where this store lies; `open_store` of it opens the same place (except for nameless memory)."""
         ...
 
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+    def create(self, name: str, data: Data, *, sync: bool = True) -> None:
         """Create an object whole, or not at all; never replace one.
 
         With `sync` the object is durable on return; without, after a `sync` of a folder above it.
@@ -133,11 +133,12 @@ class ObjectStore:
     def url(self) -> str:
         return f"{self.base_url}/{self.folder}".rstrip("/") if self.folder else self.base_url
 
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+    def create(self, name: str, data: Data, *, sync: bool = True) -> None:
         key = self.folder + check_name(name)
         try:
-            # bytes(): the memory store keeps the buffer that it is handed, and a bytearray may change later.
-            obstore.put(self.handle, key, bytes(data), mode="create")
+            # A copy: the memory store keeps the buffer that it is handed, and the caller's may change later.
+            whole = b"".join(data) if isinstance(data, tuple) else bytes(data)
+            obstore.put(self.handle, key, whole, mode="create")
         except AlreadyExistsError as exc:
             raise VersionTaken(f"{self.url}/{name} exists already") from exc
         except _VENDOR_ERRORS as exc:

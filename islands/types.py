@@ -143,7 +143,10 @@ class FragmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One immutable object of a payload: name relative to the payload's folder, length, crc32c of its bytes."""
+    """One immutable object of a payload: name relative to the payload's folder, length, crc32c of its bytes.
+
+    `crc32c` leaves out the last four bytes of a chunk, which hold it too.
+    """
 
     name: str
     num_bytes: int

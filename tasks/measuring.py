@@ -1,15 +1,19 @@
 """Memory and time of one merge by the real synchronizer, in a process of its own. No torch.
 
 `python -m tasks.measuring prepare FOLDER LEARNERS` writes a run with one 64 MB fragment and that many contributions;
-`python -m tasks.measuring merge FOLDER` merges them and prints the figures as JSON.
+`python -m tasks.measuring merge FOLDER` merges them and prints the figures as JSON. `measure` runs both for several
+numbers of learners, and `tasks.plain_merging` for the time beside a plain merge.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import subprocess
 import sys
+import tempfile
 import time
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +34,35 @@ from tasks.publishing import publish_first
 from tasks.runs import Run, open_run
 
 NUM_TENSORS, TENSOR_ELEMENTS = 16, 2**20  # 64 MiB of float32
+NUM_LEARNERS = (4, 8, 64)
 RUN_ID = "merge"
+
+
+def measure() -> dict[str, Any]:
+    """Return a merge's time over a plain one's, its peak memory over the fragment, and seconds by number of learners.
+
+    Memory and seconds come from a fresh process per number of learners, and count all that it does beyond importing
+    the synchronizer.
+    """
+    rows = {}
+    for num_learners in NUM_LEARNERS:
+        with tempfile.TemporaryDirectory(prefix="diloco-merge-") as folder:
+            _module("tasks.measuring", "prepare", folder, str(num_learners))
+            rows[str(num_learners)] = json.loads(_module("tasks.measuring", "merge", folder))
+    with tempfile.TemporaryDirectory(prefix="diloco-merge-") as folder:
+        beside: dict[str, Any] = json.loads(_module("tasks.plain_merging", folder))
+    peaks = {n: row["peak_over_fragment"] for n, row in rows.items()}
+    return beside | {
+        "peak_rss_over_fragment": max(peaks.values()),
+        "peak_by_learners": peaks,
+        "seconds_by_learners": {n: row["seconds"] for n, row in rows.items()},
+    }
+
+
+def is_linear(seconds_by_learners: dict[str, float]) -> bool:
+    """Say whether the most learners take no longer, per learner, than the fewest."""
+    shares = {int(n): seconds / int(n) for n, seconds in seconds_by_learners.items()}
+    return shares[max(shares)] <= shares[min(shares)]
 
 
 def write_run(folder: str, num_learners: int, tensor_elements: int) -> tuple[Run, str]:
@@ -123,6 +155,11 @@ def merge(folder: str) -> dict[str, float]:
         "peak_over_fragment": (_peak_bytes() - before) / (4 * run.layouts[0].size),
         "seconds": seconds,
     }
+
+
+def _module(*arguments: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def _peak_bytes() -> int:

@@ -133,7 +133,8 @@ def fold_contributions(
 
     def read(i: int, start: int, stop: int) -> Vector:
         try:
-            return records.read_span(readers[i], "delta", offers[i].codec, start, stop)
+            codec = offers[i].codec
+            return records.read_span(readers[i], "delta", codec, start, stop, copy=False)
         except DamagedObject as exc:
             raise DamagedObject(offers[i].name, str(exc)) from exc
 

@@ -233,9 +233,15 @@ class PublicReader:
         return read_span(self._reader, PUBLIC, self._codec, start, stop)
 
 
-def read_span(reader: ArrayReader, array: str, codec: str, start: int, stop: int) -> Vector:
-    """Return the decoded elements [start, stop) of a coded array; `start` is a multiple of the codecs' block."""
-    values = reader.read(array, coded_length(codec, start), coded_length(codec, stop))
+def read_span(
+    reader: ArrayReader, array: str, codec: str, start: int, stop: int, *, copy: bool = True
+) -> Vector:
+    """Return the decoded elements [start, stop) of a coded array; `start` is a multiple of the codecs' block.
+
+    `copy`: False if the caller will not write to the result.
+    """
+    low, high = coded_length(codec, start), coded_length(codec, stop)
+    values = reader.read(array, low, high, copy=copy)
     return decode(Encoded(codec, values, (stop - start,)))
 
 

@@ -5,6 +5,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import zarr
@@ -109,6 +110,46 @@ def test_plain_zarr_reads_a_payload(tmp_path: Path) -> None:
         ]
     assert dict(group["uint16"].attrs) == {"dtype": "bfloat16"}
     assert dict(group["uint8"].attrs) == {}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float16", "float64"])
+def test_a_payload_is_byte_for_byte_what_zarr_writes(tmp_path: Path, dtype: str) -> None:
+    values = np.arange(100).astype(dtype)  # 64 elements to a chunk: the second one is filled up
+    write_arrays(open_store(f"file://{tmp_path}"), "ours", {"a": values[::-1]}, chunk_elements=64)
+    theirs = zarr.create_array(
+        LocalStore(tmp_path / "theirs/a"),
+        shape=(100,),
+        chunks=(64,),
+        dtype=dtype,
+        serializer=zarr.codecs.BytesCodec(endian="little"),
+        compressors=[zarr.codecs.Crc32cCodec()],
+        fill_value=np.nan if dtype.startswith("float") else 0,
+    )
+    theirs[:] = values[::-1]
+    for name in ("zarr.json", "c/0", "c/1"):
+        assert (tmp_path / "ours/a" / name).read_bytes() == (
+            tmp_path / "theirs/a" / name
+        ).read_bytes()
+
+
+def test_numbers_in_another_order_of_memory_are_written_as_they_count(store: Store) -> None:
+    values = np.arange(64, dtype="float32").reshape(32, 2)[:, 1]
+    manifest = write_arrays(store, "p", {"a": values, "b": values[::-1]}, chunk_elements=10)
+    reader = ArrayReader(store, manifest)
+    assert reader.read("a").tolist() == list(range(1, 64, 2))
+    assert reader.read("b").tolist() == list(range(63, 0, -2))
+
+
+def test_a_result_is_the_callers_own_unless_it_wants_no_copy(store: Store) -> None:
+    values = sample("float32", 30)
+    reader = ArrayReader(store, write_arrays(store, "p", {"a": values}, chunk_elements=10))
+    for start, stop in ((0, 10), (12, 17), (5, 25), (29, 30), (30, 30)):
+        own = reader.read("a", start, stop)
+        own[:] = 0
+        found = reader.read("a", start, stop, copy=False)
+        assert np.array_equal(found, values[start:stop])
+    with pytest.raises(ValueError, match="read-only"):
+        reader.read("a", 0, 10, copy=False)[:] = 0
 
 
 def test_a_payload_is_metadata_and_chunks_and_nothing_else(store: Store) -> None:
@@ -220,6 +261,19 @@ class TestDamage:
         with pytest.raises(DamagedObject, match="p/a/c/0: is missing"):
             ArrayReader(store, manifest).read("a")
 
+    def test_a_sound_chunk_of_other_numbers_is_not_the_committed_one(self, store: Store) -> None:
+        manifest = write_arrays(store, "p", {"a": np.arange(16, dtype="int8")}, chunk_elements=8)
+        chunks = [store.read(f"p/a/c/{index}") for index in (0, 1)]
+        for index in (0, 1):
+            other = chunks[1 - index]
+            assert other is not None
+            store.delete(f"p/a/c/{index}")
+            store.create(f"p/a/c/{index}", other)
+        with pytest.raises(DamagedObject, match="p/a/c/0: has crc32c"):
+            check_payload(store, manifest)
+        with pytest.raises(DamagedObject, match="p/a/c/1: has crc32c"):
+            ArrayReader(store, manifest).read("a", 8)
+
     def test_a_cut_object_is_told_from_an_altered_one(self, store: Store) -> None:
         manifest = write_arrays(store, "p", {"a": np.zeros(8, "uint8")})
         for data, problem in ((b"short", "has 5 bytes, committed were 12"), (bytes(12), "crc32c")):
@@ -282,7 +336,8 @@ class TestLyingManifest:
     @pytest.mark.parametrize("name", ["zeros/zarr.json", "zeros/c/1"])
     def test_garbage_with_a_true_checksum_is_damage(self, store: Store, name: str) -> None:
         manifest = small_payload(store)
-        for garbage in (b"", b"{}", b"[1]", b"\xff" * 7, b"[" * 20_000, bytes(36)):
+        sealed = bytes(20) + google_crc32c.value(bytes(20)).to_bytes(4, "little")
+        for garbage in (b"", b"{}", b"[1]", b"\xff" * 7, b"[" * 20_000, bytes(36), sealed):
             forged = write_garbage(store, f"g{len(garbage)}", name, garbage, manifest)
             with pytest.raises(DamagedObject) as caught:
                 ArrayReader(store, forged).read("zeros")
@@ -293,15 +348,15 @@ def write_garbage(
     store: Store, folder: str, name: str, garbage: bytes, manifest: Manifest
 ) -> Manifest:
     """Copy a payload with one object replaced, and a manifest that vouches for the replacement."""
-    import google_crc32c
-
     objects = []
     for item in manifest.objects:
         data = store.read(f"{manifest.folder}/{item.name}")
         assert data is not None
-        data = garbage if item.name == name else data
+        if item.name == name:
+            vouched = garbage if name.endswith("zarr.json") else garbage[:-4]
+            data, item = garbage, StoredObject(name, len(garbage), google_crc32c.value(vouched))
         store.create(f"{folder}/{item.name}", data)
-        objects.append(StoredObject(item.name, len(data), google_crc32c.value(data)))
+        objects.append(item)
     return Manifest(folder, manifest.arrays, tuple(objects))
 
 

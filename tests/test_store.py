@@ -189,6 +189,16 @@ class TestEveryStore:
         data[:] = b"after!"
         assert store.read("a") == b"before"
 
+    def test_an_object_given_in_parts_is_their_sum(self, client: Client) -> None:
+        store = client()
+        first = bytearray(os.urandom(2**20))
+        whole = bytes(first) + b"end"
+        store.create("parts", (memoryview(first), b"", b"end"))
+        store.create("none", ())
+        first[:] = bytes(2**20)
+        assert store.read("parts") == whole
+        assert store.read("none") == b""
+
     def test_a_big_object_makes_the_round_trip(self, client: Client) -> None:
         store = client()
         data = os.urandom(2**20) * 20
