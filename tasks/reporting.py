@@ -50,7 +50,7 @@ class IslandStatus:
 class FragmentStatus:
     """One fragment: elements, head version, merges, and contributions not consumed yet.
 
-    `waiting`: islands that have one; `quorum`: how many must, for the next merge: no more than have not left.
+    `waiting`: islands that have one; `quorum`: how many must, for the next merge: no more than may still come and count.
     """
 
     index: int
@@ -116,7 +116,7 @@ def status(run: Run, before: Status | None = None) -> Status:
         islands=tuple(
             _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
         ),
-        fragments=tuple(_fragment(run, head, len(gone), is_finished) for head in heads),
+        fragments=tuple(_fragment(run, head, gone, is_finished) for head in heads),
         origin=run.facts.get("origin", {}).get("spec", ""),
         bytes_per_merged_token_up=per_merged_token(
             sum(link.bytes_up for link in links), merged / len(heads)
@@ -177,7 +177,7 @@ def _pace(run: Run, name: str, tallies: list[Tally]) -> float:
     return num_tokens / newest.step_seconds if newest.step_seconds > 0 else 0.0
 
 
-def _fragment(run: Run, head: Commit, num_gone: int, is_finished: bool) -> FragmentStatus:
+def _fragment(run: Run, head: Commit, gone: frozenset[str], is_finished: bool) -> FragmentStatus:
     layout = run.layouts[head.fragment]
     keys = map(names.parse_contribution, run.store.list_names(f"inbox/f{head.fragment:04d}/"))
     pending = [
@@ -185,6 +185,7 @@ def _fragment(run: Run, head: Commit, num_gone: int, is_finished: bool) -> Fragm
     ]
     if is_finished:
         pending = []
+    counting = {island.name for island in run.config.islands} - gone - set(run.config.quarantine)
     return FragmentStatus(
         layout.index,
         layout.size,
@@ -192,5 +193,5 @@ def _fragment(run: Run, head: Commit, num_gone: int, is_finished: bool) -> Fragm
         head.merged_tokens,
         len(pending),
         waiting=len({key.learner for key in pending}),
-        quorum=max(1, min(run.config.quorum, len(run.config.islands) - num_gone)),
+        quorum=max(1, min(run.config.quorum, len(counting))),
     )

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -336,6 +336,26 @@ def test_refused_contributions_are_visible_and_tables_stay_narrow(
     lines = capsys.readouterr().out.splitlines()
     assert any("fenced 1, stale 3" in line for line in lines)
     assert max(map(len, lines)) <= 114
+
+
+def test_what_the_wire_carried_and_could_not_carry_is_visible(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    island = IslandStatus(
+        "west", "us-west", "training", 0, 9, 288, 1.0, 0.5, 0, {}, replaced_copies=3, replaced_tokens=1_536
+    )  # fmt: skip
+    fragment = FragmentStatus(0, 8, 1, 144, 1, waiting=1, quorum=2)
+    seen = Status("r", False, 288, 1_000, 0.5, (island,), (fragment,), 10.25, 8.0)
+    screen.show_status(seen)
+    out = capsys.readouterr().out
+    assert "1 of 2" in out
+    assert "payload bytes per merged token: 10.25 up, 8.00 down\n" in out
+    assert (
+        "copies replaced before they were sent: west 3 of 1,536 tokens, counted once per fragment\n"
+        in out
+    )
+    screen.show_status(replace(seen, bytes_per_merged_token_up=None))
+    assert "payload bytes" not in capsys.readouterr().out
 
 
 def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:

@@ -246,6 +246,13 @@ FIELD_RULES = [
     ("islands", '[{name = "a", speed = 0}]', "must be greater than 0", "0", "default 1.0"),
     ("islands", '[{name = "a", speed = 101}]', "less than or equal to 100", "101", "default 1.0"),
     ("islands", '[{name = "a", push_delay_steps = -1}]', "or equal to 0", "-1", "default 0.0"),
+    (
+        "islands",
+        '[{name = "a", bandwidth_mbit = 0}]',
+        "must be greater than 0",
+        "0",
+        "choose another value",
+    ),
     ("islands", '[{name = "a", batch_size = 0}]', "or equal to 1", "0", "default 8"),
     ("islands", '[{name = "a", checkpoints = ""}]', "at least 1 character", '""', "choose"),
     (
@@ -693,6 +700,7 @@ def test_the_identity_holds_exactly_the_identity_keys_in_json() -> None:
         ("outer.merge=mean", ["outer.merge"]),
         ("islands.west.name=north", ["islands.names"]),
         ("islands.west.speed=2", []),
+        ("islands.west.bandwidth_mbit=25", []),
         ("total_tokens=9", []),
         ("sync.period_steps=48", []),
         ("outer.learning_rate=1", []),

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from infra.store import Store
 from islands.types import DamagedObject
@@ -175,6 +176,30 @@ def test_one_island_alone_trains_and_merges(tmp_path: Path) -> None:
     require_balance(run)
     assert records.find_head(run.store, 0)[0].version > 3
     assert status(run).merged_share > 0.9
+
+
+def test_a_tied_head_is_counted_once_and_still_tied_after_rounds_and_a_resume(
+    tmp_path: Path,
+) -> None:
+    driver = runs.start(runs.tiny_config(tmp_path))
+    while records.find_head(driver.run.store, 0)[0].version < 4:
+        assert driver.advance()
+    _kill_after_steps(driver, 1)
+    again = runs.reopen(driver.run)
+    for _ in range(60):
+        again.advance()
+    tensors = [tensor.name for layout in again.run.layouts for tensor in layout.tensors]
+    assert len(tensors) == len(set(tensors))
+    assert "head" not in tensors
+    learners = [seat.learner for seat in again.seats.values() if seat.learner is not None]
+    assert learners
+    for learner in learners:
+        unique = {id(parameter): parameter.numel() for parameter in learner.model.parameters()}
+        assert sum(unique.values()) == sum(layout.size for layout in again.run.layouts)
+        logits = learner.model(torch.zeros((1, 4), dtype=torch.long))
+        learner.model.token_embedding.data.zero_()
+        assert not learner.model(torch.zeros((1, 4), dtype=torch.long)).any()
+        assert logits.any()
 
 
 def test_the_last_of_three_islands_goes_on_merging_alone(tmp_path: Path) -> None:

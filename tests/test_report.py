@@ -18,7 +18,7 @@ from islands.timeline import Axis
 from islands.types import ConfigError, IslandsError, Position
 from tasks import records
 from tasks.evidence import Row, Verification
-from tasks.reporting import FragmentStatus, IslandStatus, Status
+from tasks.reporting import FragmentStatus, IslandStatus, Status, status
 from tasks.runs import Run
 from tasks.timeline import (
     Adoption,
@@ -133,6 +133,14 @@ def test_a_finished_run_has_a_lane_for_each_island_and_a_mark_for_each_merge(
     assert finished.config.total_tokens == 6_000
     assert "of 6,000 tokens trained" in page.texts("span")
     assert "retention = " in text
+
+
+def test_the_page_tells_what_the_wire_carried(finished: Run, tmp_path: Path) -> None:
+    _, page = page_of(finished, tmp_path)
+    seen = status(finished)
+    up, down = seen.bytes_per_merged_token_up, seen.bytes_per_merged_token_down
+    assert f"{up:,.1f} / {down:,.1f}" in page.texts("b")
+    assert "copies replaced unsent" in page.texts("th")
 
 
 def test_a_death_and_a_return_are_marked_in_place(finished: Run, tmp_path: Path) -> None:

@@ -40,6 +40,20 @@ def test_heads_are_found_from_where_they_stood(tmp_path: Path) -> None:
     assert status(run, first) == first
 
 
+def test_a_fragment_says_how_many_islands_wait_for_how_many(tmp_path: Path) -> None:
+    """West starts late, and all three are needed; once it is written off, two are."""
+    late = ("sync.min_learners=3", "islands.west.start_steps=500")
+    driver = runs.start(runs.tiny_config(tmp_path, *late))
+    assert [(f.waiting, f.quorum) for f in status(driver.run).fragments] == [(0, 3)] * 3
+    while driver.now < 30:
+        driver.advance()
+    assert [(f.waiting, f.quorum, f.version) for f in status(driver.run).fragments] == [
+        (2, 3, 0)
+    ] * 3
+    history.write_off(driver.run, "west", stamp=lambda: 30.0)
+    assert {f.quorum for f in status(driver.run).fragments} == {2}
+
+
 def pushed_bytes(run: Run, learner: str) -> int:
     """Return the bytes of every contribution's payload the store holds of a learner."""
     return sum(
