@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from infra.disk import Data
 from infra.store import Store
 from islands.types import StoreUnavailable
 
@@ -90,16 +91,18 @@ class Link:
         """Where the store lies."""
         return self._store.url
 
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
+    def create(self, name: str, data: Data, *, sync: bool = True) -> None:
         """As `Store.create`, after its bytes have passed.
 
         Raises:
             StoreUnavailable: the link was closed while they did; nothing was created.
         """
-        self._pass(self._up, name, len(data), None)
+        parts = data if isinstance(data, tuple) else (data,)
+        num_bytes = sum(memoryview(part).nbytes for part in parts)
+        self._pass(self._up, name, num_bytes, None)
         self._store.create(name, data, sync=sync)
         if name.startswith(self._counted):
-            self.bytes_up += len(data)
+            self.bytes_up += num_bytes
 
     def read(self, name: str) -> bytes | None:
         """As `Store.read`, handed over once its bytes have passed.
