@@ -50,7 +50,7 @@ class IslandStatus:
 class FragmentStatus:
     """One fragment: elements, head version, merges, and contributions not consumed yet.
 
-    `waiting`: islands that have one; `quorum`: how many must, for the next merge: no more than may still come and count.
+    `waiting`: islands that have one; `quorum`: how many must for the next merge, no more than may still come and count.
     """
 
     index: int

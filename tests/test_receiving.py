@@ -128,7 +128,7 @@ def test_coded_changes_are_fetched_one_after_the_other_and_marks_told_in_order(
 ) -> None:
     driver = advanced(tmp_path, 3, 'retention="all"', "sync.codec_down=int4-delta")
     post = opened(driver.run, bases_of(driver.run, 0))
-    receiver = post.open()
+    post.open()
     expected = heads(driver.run)
     wait_for(lambda: post.versions() == expected)
     read = {name for verb, name in post.weather.seen if verb == "read" and "/c/" in name}
@@ -139,11 +139,6 @@ def test_coded_changes_are_fetched_one_after_the_other_and_marks_told_in_order(
         assert np.array_equal(post.arrived[p].base.values, values)
         wanted = [commit.tallies[NAME].consumed_to for commit in commits]
         assert [mark for fragment, mark in post.marks if fragment == p] == wanted
-    assert receiver.bytes_down == sum(
-        records.bytes_of(records.require_commit(driver.run.store, p, v)[0].payload, "public")
-        for p, version in expected.items()
-        for v in range(1, version + 1)
-    )
 
 
 def test_where_a_change_is_collected_the_newest_version_is_fetched_whole(
