@@ -55,6 +55,10 @@ class GradientLearner(Learner):
         copy = super().copy(fragment, next_push_steps=next_push_steps)
         return replace(copy, anchor=gradient, local=np.zeros_like(gradient))
 
+    def retune(self, *, schedule: Schedule, clip_norm: float, period_steps: int) -> None:
+        """Go on under changed settings; what is clipped is the merged gradient, not this one."""
+        super().retune(schedule=schedule, clip_norm=float("inf"), period_steps=period_steps)
+
     def come_back(
         self,
         state: LearnerState | None,

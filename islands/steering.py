@@ -31,7 +31,6 @@ ACTS: Mapping[str, str] = {
     "inner.*": AT_ONCE,
     "outer.learning_rate": AT_ONCE,
     "outer.momentum": AT_ONCE,
-    "outer.weighting": AT_ONCE,
     "sync.period_steps": AT_ONCE,
     "sync.min_learners": AT_ONCE,
     "sync.grace_fraction": AT_ONCE,
