@@ -317,7 +317,7 @@ def test_an_islands_clock_changes_no_byte_of_what_is_merged(tmp_path: Path, at: 
     run = driver.run
     expected = fold_alone(run)
     for fragment in range(len(run.layouts)):
-        for name in run.store.list_names(f"inbox/f{fragment:04d}/"):
+        for name in run.store.list_names(f"inbox/f{fragment:04d}/{pending(run).learner}/"):
             found = records.read_contribution(run.store, name)
             assert found is not None
             told = replace(found[0].telemetry, at=at)
