@@ -56,10 +56,9 @@ def bench(
     """Measure one thing and print a table; exit status 1 if a target is missed."""
     if json is not None:
         require_file_place("--json", json)
-    # What Prefect's Cancel or a `kill` sends: what was started is ended in order.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     order = Order(seeds, tokens, screen.progress, _own_services)
-    measured = benchmarks.measure(name, order)
+    with _ending_in_order():
+        measured = benchmarks.measure(name, order)
     _show(measured)
     if json is not None:
         json.write_text(benchmarks.as_json(measured), encoding="utf-8")
@@ -95,6 +94,16 @@ def _log(name: benchmarks.Name, order: Order, measured: Measured) -> None:
         screen.complain(f"nothing was logged: {exc}")
         return
     screen.say(f"logged as run {run} of the experiment {benchmarks.EXPERIMENT!r} at {uri}")
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Take SIGTERM, which Prefect's Cancel and `kill` send, for Ctrl-C: what was started is ended in order."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

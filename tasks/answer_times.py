@@ -21,13 +21,13 @@ NUM_COLD_ROUNDS = 3
 
 def measure(order: Order) -> Measured:
     """Return the waits, warm in milliseconds and cold in seconds."""
-    from tasks import cold_starts  # Prefect, which reads its address when it is imported
-
     warm = _warm(NUM_WARM_ROUNDS)
     cold: dict[str, list[float]] = {"idle": [], "busy": []}
     empty: dict[str, list[float]] = {"idle": [], "busy": []}
 
     def look(when: str, folder: Path) -> None:
+        from tasks import cold_starts  # Prefect, which reads its address when it is imported
+
         for _ in range(NUM_COLD_ROUNDS):
             empty[when].append(cold_starts.start_empty_flow())
             cold[when].append(cold_starts.answer_cold(folder / f"{when}-{len(cold[when])}"))
