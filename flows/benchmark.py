@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
+from pydantic import Field
 
 from tasks.bench_command import run_command
 from tasks.benchmarks import Name
 
+Count = Annotated[int, Field(ge=1)]
+
 
 @flow(name="benchmark", flow_run_name="benchmark {name}")
-def benchmark(name: Name, seeds: int = 3, tokens: int | None = None) -> State[Any]:
+def benchmark(name: Name, seeds: Count = 3, tokens: Count | None = None) -> State[Any]:
     """Measure one thing on the machine that serves this flow; the figures go to MLflow and to this run's log.
 
     Args:

@@ -96,6 +96,7 @@ def test_the_form_of_a_benchmark_offers_the_names_and_the_bounds() -> None:
     schema = deployment("benchmark").parameter_openapi_schema or {}
     assert schema["properties"]["name"]["enum"] == [*get_args(Name)]
     assert schema["required"] == ["name"]
+    assert schema["properties"]["seeds"]["minimum"] == 1
     with pytest.raises(ConfigError, match="is not one of"):
         deployments.start("benchmark", {"name": "nope"})
 
