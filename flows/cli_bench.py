@@ -78,7 +78,8 @@ def _show(measured: Measured) -> None:
         )
         for target in measured.targets
     ]
-    screen.table(("target", "figure"), ("measured", "must be"), rows)
+    if rows:
+        screen.table(("target", "figure"), ("measured", "must be"), rows)
 
 
 def _log(name: benchmarks.Name, order: Order, measured: Measured) -> None:
