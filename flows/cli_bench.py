@@ -32,9 +32,9 @@ def bench(
     name: Annotated[
         benchmarks.Name,
         Parameter(
-            help="quality: loss against data-parallel training (hours on two cores); codecs: loss by number format; "
-            "overhead: what the exchange costs; peer: the same beside torchft; merge: its memory; latency: warm and "
-            "cold; start: start-up times."
+            help="quality: loss against data-parallel training (long); codecs: loss by number format; "
+            "overhead: what exchanging costs a learner; peer: the same beside torchft; store: a payload's speed and "
+            "size; merge: time and memory; latency: of a merge, warm and cold; start: start-up times."
         ),
     ],
     /,

@@ -18,13 +18,14 @@ from tasks.figures import Measured, Order, scalars
 from tasks.records import new_attempt
 
 EXPERIMENT = "benchmarks"
-Name = Literal["quality", "codecs", "overhead", "peer", "merge", "latency", "start"]
+Name = Literal["quality", "codecs", "overhead", "peer", "store", "merge", "latency", "start"]
 MODULES: Mapping[Name, str] = {
     "quality": "tasks.quality",
     "codecs": "tasks.codec_gaps",
     "overhead": "tasks.overhead",
     "peer": "tasks.peering",
-    "merge": "tasks.merge_memory",
+    "store": "tasks.payload_costs",
+    "merge": "tasks.merge_costs",
     "latency": "tasks.answer_times",
     "start": "tasks.start_times",
 }
