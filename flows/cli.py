@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows import cli_running, cli_steering, screen
+from flows import cli_bench, cli_running, cli_steering, screen
 from flows.cli_options import (
     ConfigFile,
     HtmlFile,
@@ -225,6 +225,7 @@ def show_config(config: ConfigFile = None, /, *, set_: Set = ()) -> int:
 
 
 for command in (
+    cli_bench.bench,
     cli_running.up,
     cli_running.demo,
     cli_running.train,
@@ -270,32 +271,6 @@ def track(
     num_points = track_run(open_named(run, store), address)
     screen.say(f"{num_points:,} points sent to {address}")
     return DONE
-
-
-@app.command
-def bench(
-    name: Annotated[
-        Literal["quality", "store", "merge", "latency", "start"],
-        Parameter(
-            help="Loss against data-parallel training; a payload's speed; a merge's cost; its latency; start-up times."
-        ),
-    ],
-    /,
-    *,
-    json: Annotated[
-        Path | None, Parameter(help="File for the figures; an existing one is replaced.")
-    ] = None,
-    seeds: Annotated[int, Parameter(help="Seeds 0..n-1 (quality).", validator=Number(gte=1))] = 3,
-    tokens: Annotated[
-        int, Parameter(help="Tokens per run (quality).", validator=Number(gte=1))
-    ] = 3_072_000,
-) -> int:
-    """Measure one thing and print a table; exit status 1 if a target is missed."""
-    from flows import benchmark
-
-    if json is not None:
-        require_file_place("--json", json)
-    return benchmark.run_benchmark(name, json, seeds=seeds, tokens=tokens)
 
 
 def main() -> None:

@@ -14,11 +14,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--store", required=True)
     parser.add_argument("--evaluate-seconds", type=float, required=True)
+    parser.add_argument("--also", nargs="*", default=[], help="further flows, such as empty")
     given = parser.parse_args()
     config = json.loads(RunConfig(store=given.store).model_dump_json())
     serve_all(
         {"train": {"config": config}, "evaluate": {"store": given.store}},
         evaluate_seconds=given.evaluate_seconds,
+        also=given.also,
     )
 
 

@@ -38,7 +38,7 @@ from infra import events
 from islands.types import ConfigError, ServiceUnavailable
 
 NAME = "diloco"
-FLOWS = ("train", "island", "synchronize", "evaluate")
+FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark")
 # A serve process starts five flow runs at most unless told otherwise: no room for a synchronizer beside four islands.
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)
@@ -47,15 +47,22 @@ _REFUSED = (409, 422)
 _VENDOR_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
 
-def serve_all(parameters: Mapping[str, Mapping[str, Any]], *, evaluate_seconds: float) -> None:
+def serve_all(
+    parameters: Mapping[str, Mapping[str, Any]],
+    *,
+    evaluate_seconds: float,
+    also: Sequence[str] = (),
+) -> None:
     """Create or update the deployments and serve them in this process until it is told to stop.
 
     Args:
         parameters: flow -> the values its form starts with.
         evaluate_seconds: interval of the schedule of `evaluate`, when it is first created.
+        also: flows beside those that everybody is offered; there before them.
     """
+    flows = (*also, *FLOWS)
     serve(
-        *(_deployment(flow, parameters.get(flow, {}), evaluate_seconds) for flow in FLOWS),
+        *(_deployment(flow, parameters.get(flow, {}), evaluate_seconds) for flow in flows),
         limit=MOST_RUNS,
         pause_on_shutdown=False,
         print_starting_message=False,

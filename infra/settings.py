@@ -7,7 +7,8 @@ of the configuration means, or what a service does with its address.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = "DILOCO_"
@@ -56,3 +57,16 @@ def _address(name: str) -> str | None:
 def export(variables: Mapping[str, str]) -> None:
     """Set variables of this process, for libraries that read them when they are imported."""
     os.environ.update(variables)
+
+
+@contextmanager
+def without_services() -> Iterator[None]:
+    """Let this process know of no Prefect and no MLflow while the block runs, whatever the environment names."""
+    names = (PREFECT_API_URL, MLFLOW_TRACKING_URI)
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)

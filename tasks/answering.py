@@ -36,7 +36,7 @@ def measure(folder: str, num_rounds: int) -> list[float]:
     try:
         waits = []
         for version in range(num_rounds):
-            _contribute(run, version, digest)
+            contribute(run, version, digest)
             begun = time.perf_counter()
             digest = _await(run, version + 1, begun)
             waits.append(time.perf_counter() - begun)
@@ -47,7 +47,8 @@ def measure(folder: str, num_rounds: int) -> list[float]:
     return waits[1:]  # the first one includes the start of the process
 
 
-def _contribute(run: Run, base: int, digest: str) -> None:
+def contribute(run: Run, base: int, digest: str) -> None:
+    """Write a contribution of every learner to version `base`; the last commit makes its merge due."""
     layout = run.layouts[0]
     for number, island in enumerate(run.config.islands):
         generator = np.random.default_rng((base, number))
@@ -72,12 +73,19 @@ def _contribute(run: Run, base: int, digest: str) -> None:
 def _await(run: Run, version: int, begun: float) -> str:
     """Return the digest of a version once its public values have been read."""
     while time.perf_counter() - begun < _LONGEST_SECONDS:
-        found = records.read_commit(run.store, 0, version)
-        if found is not None:
-            records.read_public(run.store, found[0])
-            return found[1]
+        if (digest := read_version(run, version)) is not None:
+            return digest
         time.sleep(0.002)
     raise TimeoutError(f"{names.version(0, version)} did not come within {_LONGEST_SECONDS:g} s")
+
+
+def read_version(run: Run, version: int) -> str | None:
+    """Read a version's public values as a learner does, and return its digest; None if it is not there yet."""
+    found = records.read_commit(run.store, 0, version)
+    if found is None:
+        return None
+    records.read_public(run.store, found[0])
+    return found[1]
 
 
 def main(folder: str) -> None:

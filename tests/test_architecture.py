@@ -66,6 +66,7 @@ VENDOR_FILES = {
     "numcodecs": ("infra/arrays.py",),
     "obstore": ("infra/store.py",),
     "prefect": PREFECT_FILES,
+    "torchft": ("tasks/peer_arm.py",),
     "zarr": ("infra/arrays.py",),
 }
 ONE_FILE_VENDORS = ("safetensors",)
@@ -350,6 +351,7 @@ VIOLATIONS: list[tuple[Checker, dict[str, str]]] = [
     (vendors_outside_their_file, {"flows/island.py": "def f():\n    import dask.config"}),
     (vendors_outside_their_file, {"tasks/tracking.py": "def f():\n    import mlflow"}),
     (vendors_outside_their_file, {"flows/charts.py": "from matplotlib.figure import Figure"}),
+    (vendors_outside_their_file, {"tasks/peering.py": "def f():\n    import torchft"}),
     (
         vendors_outside_their_file,
         {"tasks/a.py": "import safetensors", "tasks/b.py": "import safetensors.numpy"},

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 import pytest
@@ -20,6 +20,7 @@ from infra.deployments import RunState
 from infra.services import Services
 from islands.config import RunConfig
 from islands.types import ConfigError, ServiceUnavailable
+from tasks.benchmarks import Name
 
 pytest_plugins = ["tests.prefect_server"]
 pytestmark = pytest.mark.slow
@@ -72,6 +73,7 @@ def test_every_flow_has_its_deployment_with_the_schema_of_its_parameters() -> No
         "island": ["store", "run", "island"],
         "synchronize": ["store", "run", "ring"],
         "evaluate": ["store", "run", "snapshot"],
+        "benchmark": ["name", "seeds", "tokens"],
     }
     assert all(deployment(flow).enforce_parameter_schema for flow in deployments.FLOWS)
 
@@ -88,6 +90,15 @@ def test_the_form_of_a_run_knows_bounds_choices_and_descriptions() -> None:
     described = [f for section in sections.values() for f in section["properties"].values()]
     assert all("description" in field for field in described)
     assert all("description" in field for field in schema["properties"].values())
+
+
+def test_the_form_of_a_benchmark_offers_the_names_and_the_bounds() -> None:
+    schema = deployment("benchmark").parameter_openapi_schema or {}
+    assert schema["properties"]["name"]["enum"] == [*get_args(Name)]
+    assert schema["required"] == ["name"]
+    assert schema["properties"]["seeds"]["minimum"] == 1
+    with pytest.raises(ConfigError, match="is not one of"):
+        deployments.start("benchmark", {"name": "nope"})
 
 
 def test_a_quorum_starts_a_synchronizer_once_per_key() -> None:
