@@ -27,7 +27,7 @@ from tasks.merging import Synchronizer
 from tasks.runs import Run, open_run
 
 NUM_LEARNERS = 4
-NUM_ROUNDS = 9
+NUM_ROUNDS = 21
 _NEXT = ("params", "momentum", "public")
 
 
