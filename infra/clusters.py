@@ -40,6 +40,9 @@ _SETTINGS = MappingProxyType(
         "distributed.scheduler.allowed-failures": 0,
         "distributed.scheduler.worker-ttl": "10 minutes",
         "distributed.scheduler.work-stealing": False,
+        # A nanny needs longer than the default of 15 s to replace a killed worker where the machine is busy; a cluster
+        # that has given the worker up by then closes the nanny, and stays empty for good.
+        "distributed.deploy.lost-worker-timeout": "10 minutes",
         "distributed.worker.daemon": False,
         "distributed.worker.memory.target": False,
         "distributed.worker.memory.spill": False,
