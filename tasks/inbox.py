@@ -50,9 +50,8 @@ class Roster:
         """Return the run's islands as the store has them now."""
         store = self._run.store
         islands = {island.name for island in self._run.config.islands}
-        incarnations = {
-            name: n for name, n in records.newest_incarnations(store).items() if name in islands
-        }
+        newest, departed = records.look_at_learners(store)
+        incarnations = {name: n for name, n in newest.items() if name in islands}
         listed: set[str] = set()
         for learner, number in incarnations.items():
             if (learner, number) not in self._listed:
@@ -62,7 +61,7 @@ class Roster:
                     name, lambda body: frozenset(body["listed"]), body
                 )
             listed |= self._listed[learner, number]
-        return Members(incarnations, frozenset(listed), records.departed(store))
+        return Members(incarnations, frozenset(listed), departed)
 
 
 def open_views(run: Run) -> list[View]:

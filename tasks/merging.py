@@ -91,6 +91,8 @@ class Synchronizer:
         for view in self._views:
             while True:
                 members = self._look(view, now)
+                if members is None:
+                    break
                 chosen = view.acceptable(members)
                 opened = [other.opened_at for other in self._views if other is not view]
                 choice = decide(view.round(members, chosen, opened), now=now)
@@ -140,10 +142,12 @@ class Synchronizer:
     def _islands(self) -> frozenset[str]:
         return frozenset(island.name for island in self.run.config.islands)
 
-    def _look(self, view: View, now: float) -> Members:
-        """Bring a view up to date and return who takes part."""
+    def _look(self, view: View, now: float) -> Members | None:
+        """Bring a view up to date and return who takes part; None if nothing is there to judge."""
         view.refresh()
         view.observe(now)
+        if not view.offers:  # most looks: one more listing would be the dearest part of them
+            return None
         members = self._roster.members()
         if any(
             judge(offer, view.lineage(members)) == "future" for offer, _ in view.offers.values()

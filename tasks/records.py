@@ -135,15 +135,25 @@ def read_snapshots(store: Store) -> list[tuple[Snapshot, str]]:
     return found
 
 
+def look_at_learners(store: Store) -> tuple[dict[str, int], frozenset[str]]:
+    """Return (learner -> its newest incarnation, the learners that have left for good), of one listing."""
+    newest: dict[str, int] = {}
+    gone = set()
+    for name in store.list_names("learners/"):
+        if name.count("/") != 2:
+            continue
+        _, learner, last = name.split("/")
+        number = names.number_of(name)
+        if number is not None:
+            newest[learner] = max(number, newest.get(learner, -1))
+        elif last == "left.json":
+            gone.add(learner)
+    return newest, frozenset(gone)
+
+
 def newest_incarnations(store: Store) -> dict[str, int]:
     """Return learner -> its newest incarnation; a learner without one has not started."""
-    newest: dict[str, int] = {}
-    for name in store.list_names("learners/"):
-        number = names.number_of(name)
-        if number is not None and name.count("/") == 2:
-            learner = name.split("/")[1]
-            newest[learner] = max(number, newest.get(learner, -1))
-    return newest
+    return look_at_learners(store)[0]
 
 
 def newest_incarnation(store: Store, learner: str) -> int:
@@ -153,8 +163,7 @@ def newest_incarnation(store: Store, learner: str) -> int:
 
 def departed(store: Store) -> frozenset[str]:
     """Return the learners that have left for good."""
-    parts = [name.split("/") for name in store.list_names("learners/")]
-    return frozenset(part[1] for part in parts if len(part) == 3 and part[2] == "left.json")
+    return look_at_learners(store)[1]
 
 
 def numbers_in(store: Store, folder: str) -> list[int]:
