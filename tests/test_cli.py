@@ -345,7 +345,8 @@ def test_what_the_wire_carried_and_could_not_carry_is_visible(
         "west", "us-west", "training", 0, 9, 288, 1.0, 0.5, 0, {}, replaced_copies=3, replaced_tokens=1_536
     )  # fmt: skip
     fragment = FragmentStatus(0, 8, 1, 144, 1, waiting=1, quorum=2)
-    seen = Status("r", False, 288, 1_000, 0.5, (island,), (fragment,), 10.25, 8.0)
+    plain = Status("r", False, 288, 1_000, 0.5, (island,), (fragment,))
+    seen = replace(plain, bytes_per_merged_token_up=10.25, bytes_per_merged_token_down=8.0)
     screen.show_status(seen)
     out = capsys.readouterr().out
     assert "1 of 2" in out
