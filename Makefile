@@ -28,8 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## Train the example run on four islands, lose one and take it back
 	$(BIN)/diloco demo
 
+# Two at a time, file by file in the order of their names: the tests of real services mostly wait.
 test: install ## Run the test suite
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install ## Format check and lint
 	$(BIN)/ruff format --check .
