@@ -365,10 +365,11 @@ def _die_at_every_operation(
     while True:
         config = runs.tiny_config(tmp_path, *SMALL, store=f"memory://dying-{tmp_path.name}-{n}")
         driver = runs.start(config)
-        _to_the_first(driver, kind, after)
         store = driver.run.store
-        dying = Dying(store, n)
+        dying = Dying(store, -1)  # not yet
         object.__setattr__(driver.run, "store", dying)
+        _to_the_first(driver, kind, after)
+        dying.left = n
         try:
             driver.advance()
         except Killed:
