@@ -9,13 +9,13 @@ import importlib
 import json
 import re
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from infra.tracking import FINISHED, git_commit, open_tracker
 from tasks.figures import Measured, Order, scalars
-from tasks.records import new_attempt
 
 EXPERIMENT = "benchmarks"
 Name = Literal["quality", "codecs", "overhead", "peer", "store", "merge", "latency", "start"]
@@ -60,7 +60,7 @@ def log(name: Name, order: Order, measured: Measured, uri: str) -> str:
         TrackingUnavailable: MLflow did not answer.
     """
     tracker, now = open_tracker(uri), time.time()
-    mark = {"diloco.benchmark": name, "diloco.attempt": new_attempt()}
+    mark = {"diloco.benchmark": name, "diloco.attempt": uuid.uuid4().hex}
     found = tracker.find_or_create(EXPERIMENT, name, mark, None)
     asked = {"benchmark": name, "seeds": order.seeds, "tokens": order.tokens}
     tracker.log_params(found.run_id, asked)

@@ -134,7 +134,7 @@ def test_a_replay_compares_version_0_with_the_origin(tmp_path: Path, old: Run) -
     layout = new.layouts[0]
     commit, _ = records.require_commit(new.store, 0, 0)
     values = np.zeros(layout.size, np.float32)
-    pieces = first_chunks(values, None, codec=commit.codec, chunk_elements=new.chunk_of(layout))
+    pieces = first_chunks(new, layout, values, None)
     payload = write_version(new, layout, 0, pieces, lambda: "a-forged")
     new.store.delete(names.version(0, 0))
     records.write(new.store, names.version(0, 0), replace(commit, payload=payload).to_json())
