@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from islands.types import ConfigError, StoreUnavailable, VersionTaken
 
@@ -27,6 +29,7 @@ Data = bytes | tuple[bytes | memoryview, ...]
 
 PARTIAL = ".partial"
 _MAX_PART_BYTES = 200
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PARTIAL_LIFE_SECONDS = 3600.0
 # A create competes with deletes that remove emptied folders; each try loses only if one of them wins again.
 _MAX_LINK_TRIES = 100
@@ -61,7 +64,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def has_control(text: str) -> bool:
-    return any(ord(letter) < 32 or ord(letter) == 127 for letter in text)
+    return _CONTROL.search(text) is not None
 
 
 def open_disk(rest: str, durable: bool) -> LocalDisk:
@@ -164,9 +167,10 @@ class LocalDisk:
         if not self.durable:
             return
         try:
-            with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-                for _ in pool.map(_fsync, [entry.path for entry in _walk(start)]):
-                    pass  # an error of any of them is raised here
+            paths = [entry.path for entry in _walk(start)]
+            shares = [paths[first::_SYNC_THREADS] for first in range(_SYNC_THREADS)]
+            for _ in _sync_pool().map(_fsync_all, shares):
+                pass  # an error of any of them is raised here
             self._sync_folders(start)
         except OSError as exc:
             raise StoreUnavailable(f"cannot sync {self.url}/{prefix}: {exc}") from exc
@@ -235,6 +239,17 @@ def _walk(folder: str) -> Iterator[os.DirEntry[str]]:
             yield entry
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(entry.path)
+
+
+@lru_cache(maxsize=1)
+def _sync_pool() -> ThreadPoolExecutor:
+    """Return the threads that fsync, kept: starting some for every payload takes longer than their work."""
+    return ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="diloco-fsync")
+
+
+def _fsync_all(paths: Sequence[str]) -> None:
+    for path in paths:
+        _fsync(path)
 
 
 def _fsync(path: str) -> None:

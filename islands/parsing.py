@@ -7,9 +7,9 @@ wrote it, not that it makes sense: a value of another type must not go on to fai
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args, get_origin, get_type_hints
 
 # A larger whole number is no count, position or size, and from 10**308 on no float either.
@@ -25,43 +25,73 @@ def parse(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: the value is of another type, or a whole number is out of range.
     """
+    return _reader(kind)(value)
+
+
+@lru_cache(maxsize=256)
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return the function that reads one kind: what the annotation says is looked at once, not for every value."""
     origin = get_origin(kind)
     if origin is types.UnionType:
-        return None if value is None else parse(get_args(kind)[0], value)
+        read = _reader(get_args(kind)[0])
+        return lambda value: None if value is None else read(value)
     if origin is tuple:
-        return _parse_tuple(get_args(kind), value)
+        return _tuple_reader(get_args(kind))
     if origin is not None and issubclass(origin, Mapping):
-        _demand(isinstance(value, Mapping), "an object", value)
-        return {parse(str, key): parse(get_args(kind)[1], item) for key, item in value.items()}
+        return _mapping_reader(_reader(get_args(kind)[1]))
     if is_dataclass(kind) or hasattr(kind, "_fields"):
-        return _parse_record(kind, value)
-    if kind is float:
-        _demand(type(value) in (int, float), "a number", value)
-        return value if type(value) is float else float(parse(int, value))
+        return _record_reader(kind)
+    return _read_float if kind is float else partial(_read_plain, kind)
+
+
+def _read_plain(kind: Any, value: Any) -> Any:
     _demand(type(value) is kind, f"of type {kind.__name__}", value)
     _demand(kind is not int or abs(value) <= LARGEST_WHOLE, "a number of 63 bits", value)
     return value
 
 
-def _parse_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    _demand(isinstance(value, list | tuple), "a list", value)
-    each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
-    _demand(len(value) == len(each), f"a list of {len(each)}", value)
-    return tuple(parse(kind, item) for kind, item in zip(each, value, strict=True))
+def _read_float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    _demand(type(value) is int, "a number", value)
+    return float(_read_plain(int, value))
 
 
-def _parse_record(kind: Any, value: Any) -> Any:
-    fields = _fields(kind)
-    if isinstance(value, list | tuple):
-        return kind(*_parse_tuple(tuple(fields.values()), value))
-    _demand(isinstance(value, Mapping), "an object", value)
-    _demand(value.keys() == fields.keys(), f"an object of {', '.join(fields)}", value)
-    return kind(**{name: parse(fields[name], value[name]) for name in fields})
+def _mapping_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_mapping(value: Any) -> dict[str, Any]:
+        _demand(isinstance(value, Mapping), "an object", value)
+        return {_read_plain(str, key): read(item) for key, item in value.items()}
+
+    return read_mapping
 
 
-@lru_cache(maxsize=64)
-def _fields(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _tuple_reader(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    readers = [_reader(kind) for kind in kinds if kind is not Ellipsis]
+    is_open = kinds[-1] is Ellipsis
+
+    def read_tuple(value: Any) -> tuple[Any, ...]:
+        _demand(isinstance(value, list | tuple), "a list", value)
+        if is_open:
+            return tuple(map(readers[0], value))
+        _demand(len(value) == len(readers), f"a list of {len(readers)}", value)
+        return tuple(read(item) for read, item in zip(readers, value, strict=True))
+
+    return read_tuple
+
+
+def _record_reader(kind: Any) -> Callable[[Any], Any]:
+    fields = get_type_hints(kind)
+    readers = {name: _reader(each) for name, each in fields.items()}
+    read_row = _tuple_reader(tuple(fields.values()))
+
+    def read_record(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return kind(*read_row(value))
+        _demand(isinstance(value, Mapping), "an object", value)
+        _demand(value.keys() == readers.keys(), f"an object of {', '.join(readers)}", value)
+        return kind(**{name: read(value[name]) for name, read in readers.items()})
+
+    return read_record
 
 
 def _demand(is_met: bool, what: str, value: Any) -> None:

@@ -43,9 +43,9 @@ class Plan:
     batch_size: int = 4
     period_steps: int = 24
     num_fragments: int = 4
-    num_slices: int = 9
-    slice_seconds: float = 6.0
-    dropped_seconds: float = 1.0
+    num_slices: int = 6
+    slice_seconds: float = 10.0
+    dropped_seconds: float = 2.0
     warm_up_seconds: float = 8.0
     source: str = "stdlib"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from islands import names
@@ -25,6 +26,8 @@ from tasks.runs import Run
 VERSIONS_WITHOUT_NORM_LIMIT = 8
 # Rounds in a row a learner may miss and still be waited for.
 MISSES_UNTIL_SILENT = 2
+# A learner is expected after the median of so many responses: one round in which a machine stood still must not decide.
+RESPONSES_KEPT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,12 @@ class View:
         self._run = run
         self.opened_at: float | None = None
         self._first_seen: dict[str, float] = {}
-        self._responses: dict[
-            str, float
-        ] = {}  # seconds from opening a head to a learner's contribution, running mean
+        # Seconds from opening a head to a learner's contribution, of its last rounds.
+        self._responses: dict[str, list[float]] = {}
         self._missed: dict[str, int] = {}
+        self._settled: set[str] = (
+            set()
+        )  # once settled, always so: not looked at again while it is there
         # Name of what came too old -> first version not searched for its refusal.
         self._looked_from: dict[str, int] = {}
         self.head, digest = records.find_head(run.store, layout.index, known)
@@ -107,6 +112,7 @@ class View:
             self._digests[version] = digest
             self._refused[version] = {verdict.name for verdict in commit.refused}
         self._run = run
+        self._settled.clear()
 
     @property
     def digest(self) -> str:
@@ -126,7 +132,7 @@ class View:
         """Go on with what `estimates` returned."""
         self.opened_at = known["opened_at"]
         self._first_seen = dict(known["first_seen"])
-        self._responses = dict(known["responses"])
+        self._responses = {name: list(row) for name, row in known["responses"].items()}
         self._missed = dict(known["missed"])
 
     # --- looking ---
@@ -148,9 +154,14 @@ class View:
     def observe(self, now: float) -> None:
         """Bring offers, first-seen times and damage up to date with one listing of the inbox."""
         present = set()
-        for name in self._run.store.list_names(f"inbox/f{self.layout.index:04d}/"):
+        listed = self._run.store.list_names(f"inbox/f{self.layout.index:04d}/")
+        self._settled.intersection_update(listed)
+        for name in listed:
+            if name in self._settled:
+                continue
             key = names.parse_contribution(name)
             if key is None or self._is_settled(name, key):
+                self._settled.add(name)
                 continue
             present.add(name)
             if name not in self.offers and name not in self.damaged:
@@ -258,6 +269,18 @@ class View:
             is_final=not counting,
         )
 
+    def seconds_until_paced(self, now: float) -> float:
+        """Return how long no merge can be due, whatever arrives; 0 where none is known to be owed.
+
+        Nobody need look before that: what came meanwhile is first seen when its merge may be due, which for every
+        decision is as early as it could matter.
+        """
+        if self.opened_at is None or self._run.config.sync.blocks:
+            return 0.0
+        known = [t.step_seconds for t in self.head.tallies.values() if t.step_seconds > 0]
+        period = self._run.config.sync.period_steps * min(known, default=0.0)
+        return max(0.0, self.opened_at + period - now)
+
     # --- the details ---
 
     def _not_before(self, opened_elsewhere: Iterable[float | None], period: float) -> float:
@@ -329,7 +352,8 @@ class View:
         if self.opened_at is None or key.base_version != self.head.version:
             return
         took = now - self.opened_at
-        self._responses[key.learner] = 0.5 * (self._responses.get(key.learner, took) + took)
+        row = [*self._responses.get(key.learner, []), took]
+        self._responses[key.learner] = row[-RESPONSES_KEPT:]
 
     def _counts_when_cold(self, offer: Contribution) -> bool:
         """A found head owes no pace; so that it is not stepped on a sliver, half a period is asked for instead."""
@@ -347,5 +371,5 @@ class View:
         return self._missed.get(learner, 0) >= MISSES_UNTIL_SILENT
 
     def _arrives_at(self, learner: str) -> float | None:
-        response = self._responses.get(learner)
-        return None if response is None or self.opened_at is None else self.opened_at + response
+        row = self._responses.get(learner)
+        return None if not row or self.opened_at is None else self.opened_at + median(row)

@@ -64,6 +64,7 @@ class Synchronizer:
         self._stamp = stamp
         self._views = open_views(run)
         self._roster = Roster(run)
+        self._named = (0,) * len(run.layouts)  # by the newest snapshot it knows of
 
     def steer(self, run: Run) -> None:
         """Go on under the settings of this run, the same one opened later.
@@ -85,10 +86,16 @@ class Synchronizer:
             StoreUnavailable: the store did not answer; nothing half-done is visible.
         """
         # Read before the inboxes: whoever has left by now has written all its contributions before that.
-        has_all_left = self._islands() <= records.departed(self.run.store)
+        has_all_left = all(
+            self.run.store.read(names.left(island.name)) is not None
+            for island in self.run.config.islands
+        )
         published: list[tuple[int, int]] = []
         waits = [math.inf]
         for view in self._views:
+            if not has_all_left and (early := view.seconds_until_paced(now)) > 0:
+                waits.append(early)
+                continue
             while True:
                 members = self._look(view, now)
                 if members is None:
@@ -138,9 +145,6 @@ class Synchronizer:
         self.number = number
         for view, known in zip(self._views, estimates, strict=True):
             view.restore_estimates(known)
-
-    def _islands(self) -> frozenset[str]:
-        return frozenset(island.name for island in self.run.config.islands)
 
     def _look(self, view: View, now: float) -> Members | None:
         """Bring a view up to date and return who takes part; None if nothing is there to judge."""
@@ -262,11 +266,13 @@ class Synchronizer:
 
     def _snapshot(self, *, is_last: bool) -> None:
         """Write the version vector once every fragment has advanced; at the end, once anything has."""
-        kept = records.read_snapshots(self.run.store)
         versions = tuple(view.head.version for view in self._views)
-        before = kept[-1][0].versions if kept else (0,) * len(versions)
         has_moved = any if is_last else all
-        if not has_moved(new > old for new, old in zip(versions, before, strict=True)):
+        if not has_moved(new > old for new, old in zip(versions, self._named, strict=True)):
+            return  # nor since a later one that somebody else may have written
+        kept = records.read_snapshots(self.run.store)
+        self._named = kept[-1][0].versions if kept else self._named
+        if not has_moved(new > old for new, old in zip(versions, self._named, strict=True)):
             return
         snapshot = Snapshot(
             number=kept[-1][0].number + 1 if kept else 0,
