@@ -27,7 +27,7 @@ from tasks.step_log import Steps, process_of, read_steps
 
 _GRACE_SECONDS = 2.0
 ISLANDS = ("west", "east")
-# Some 40 ms a step on one thread.
+# Some 90 ms a step on one thread.
 MODEL = ModelConfig(width=128, num_layers=4, num_heads=4, context=128)
 
 
@@ -35,14 +35,15 @@ MODEL = ModelConfig(width=128, num_layers=4, num_heads=4, context=128)
 class Plan:
     """What is trained, and for how long.
 
-    `num_slices` per arm of `slice_seconds`, of which the first `dropped_seconds` do not count; before them each arm
-    runs for `warm_up_seconds`.
+    For `whole_seconds` the arm that exchanges runs without a pause. Then `num_slices` per arm of `slice_seconds`, of
+    which the first `dropped_seconds` do not count; before them each arm runs for `warm_up_seconds`.
     """
 
     model: ModelConfig = MODEL
-    batch_size: int = 4
+    batch_size: int = 8
     period_steps: int = 24
     num_fragments: int = 4
+    whole_seconds: float = 30.0
     num_slices: int = 6
     slice_seconds: float = 10.0
     dropped_seconds: float = 2.0

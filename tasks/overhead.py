@@ -2,19 +2,24 @@
 
 Two arms take turns: one exchanges, the other one only trains and looks for a stop once a second. Prefect, MLflow and
 the deployments run beside both.
+
+The merged share is that of a stretch without pauses, at first: to a synchronizer a pause of the whole arm is a clock
+that jumps, and the round it strikes is merged without whoever was under way.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks import records
 from tasks.arms import Plan, take_turns, training
 from tasks.figures import Advance, Measured, Order, Target, lines, scalars
-from tasks.reporting import status
+from tasks.runs import Run
 from tasks.slices import Slice, median_of, slices_by_arm
 
 WITH, WITHOUT = "with", "without"
@@ -33,12 +38,28 @@ def compare(plan: Plan, advance: Advance) -> tuple[dict[str, list[Slice]], float
     with tempfile.TemporaryDirectory(prefix="diloco-overhead-") as name:
         folder = Path(name)
         with training(WITH, plan, folder, exchanges=True) as ours:
+            time.sleep(plan.whole_seconds)
+            merged_share = share_between_merges(ours.run)
             ours.pause()
             with training(WITHOUT, plan, folder, exchanges=False) as theirs:
                 theirs.pause()
                 windows = take_turns((ours, theirs), plan, advance)
                 learners = {arm.name: arm.steps() for arm in (ours, theirs)}
-                return slices_by_arm(learners, windows), status(ours.run).merged_share
+                return slices_by_arm(learners, windows), merged_share
+
+
+def share_between_merges(run: Run) -> float:
+    """Return the merged share of all steps between each learner's first and last merged copy of a fragment so far."""
+    steps: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        for version in range(1, head.version + 1):
+            commit, _ = records.require_commit(run.store, layout.index, version)
+            for entry in commit.consumed:
+                row = steps.setdefault((layout.index, entry.learner), [])
+                row.append((entry.stop.step, entry.num_steps))
+    merged = sum(num_steps for row in steps.values() for _, num_steps in row[1:])
+    return merged / sum(row[-1][0] - row[0][0] for row in steps.values())
 
 
 def report(slices: Mapping[str, Sequence[Slice]], merged_share: float) -> Measured:

@@ -60,7 +60,7 @@ def measure(order: Order) -> Measured:
         raise ConfigError(
             f"the benchmark peer needs torchft {VERSION}, found none; pip install 'diloco[peers]'"
         )
-    plan = Plan(num_slices=6, slice_seconds=5.0, warm_up_seconds=5.0)
+    plan = Plan(num_slices=6, slice_seconds=7.0, warm_up_seconds=5.0)
     with order.services(), order.progress("slices", 4 * plan.num_slices) as advance:
         return report(compare(plan, advance))
 

@@ -230,6 +230,8 @@ def test_two_arms_take_turns_and_only_one_of_them_merges(tmp_path: Path) -> None
     plan = Plan(
         model=ModelConfig(width=16, num_layers=1, num_heads=2, context=16),
         batch_size=2,
+        period_steps=240,
+        whole_seconds=6.0,
         num_slices=2,
         slice_seconds=0.8,
         dropped_seconds=0.2,
