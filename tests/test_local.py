@@ -12,7 +12,7 @@ import torch
 from infra.store import Store
 from islands.types import DamagedObject
 from tasks import records
-from tasks.clockwork import Kind
+from tasks.clockwork import Beat, Kind
 from tasks.local import MOST_BREAKS, Driver
 from tasks.reporting import status
 from tasks.runs import Run
@@ -282,8 +282,14 @@ def test_bounded_retention_keeps_a_bounded_number_of_objects(tmp_path: Path) -> 
 def test_nan_is_refused_by_its_sender_and_never_reaches_a_version(tmp_path: Path) -> None:
     """A learner whose parameters break starts again from its newest checkpoint; others go on."""
     driver = runs.start(runs.tiny_config(tmp_path))
-    said = []
-    driver.watch = lambda beat: said.append(beat.what)
+    said, ends = [], []
+
+    def watch(beat: Beat) -> None:
+        said.append(beat.what)
+        if (beat.island, beat.what) == ("east", "step"):
+            ends.append(beat.time)
+
+    driver.watch = watch
     broken = False
     while driver.advance():
         learner = driver.seats["east"].learner
@@ -291,6 +297,7 @@ def test_nan_is_refused_by_its_sender_and_never_reaches_a_version(tmp_path: Path
             broken = True
             next(iter(learner.model.parameters())).data.fill_(float("nan"))
     assert any("non-finite" in what for what in said)
+    assert all(later - earlier >= 1.0 for earlier, later in pairwise(ends))  # one step at a time
     require_balance(driver.run)
     for layout in driver.run.layouts:
         head, _ = records.find_head(driver.run.store, layout.index)
