@@ -303,21 +303,25 @@ class Life:
             if learner.clock(p).open_tokens > learner.clock(p).copied_tokens
         ]
         self._hand_over(rest)
-        ends = time.monotonic() + _PATIENCE_SECONDS
+        num_created, ends = -1, 0.0
         while not self._sender.drain(_LOOK_SECONDS):
             if (reason := self._why_end()) is not None:
                 return reason
+            if self._exchange.link.num_created != num_created:  # a narrow link is no store that is down
+                num_created = self._exchange.link.num_created
+                ends = time.monotonic() + _PATIENCE_SECONDS
             if time.monotonic() >= ends:
                 raise LearnerLost(
-                    f"{self.island.name} could not push its last work in {_PATIENCE_SECONDS:g} s; "
+                    f"{self.island.name} could write nothing of its last work in {_PATIENCE_SECONDS:g} s; "
                     "see whether the store answers"
                 )
         self._count_dropped()
         self._sender.close()
-        return self._say_farewell(self._exchange.linked(learner.record("")), ends)
+        return self._say_farewell(self._exchange.linked(learner.record("")))
 
-    def _say_farewell(self, record: LearnerRecord, ends: float) -> str:
+    def _say_farewell(self, record: LearnerRecord) -> str:
         """Leave, unless somebody else goes on in this name; return how it ended."""
+        ends = time.monotonic() + _PATIENCE_SECONDS
         while True:
             reason = self._why_end()
             if reason is not None and reason != "stopped":  # a stop has nothing left to save
