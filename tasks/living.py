@@ -129,8 +129,7 @@ class Life:
         first_step, now = learner.position.step, begun
         self._receiver.forget_stop()
         while (reason := self._why_end()) is None and now < begun + seconds:
-            if self._receiver.run is not self.run:
-                self._steer(self._receiver.run)
+            self._steer()
             if self._is_blocked():
                 now = self._wait(begun + seconds)
                 continue
@@ -171,8 +170,11 @@ class Life:
             raise failure
         return self._receiver.reason
 
-    def _steer(self, run: Run) -> None:
+    def _steer(self) -> None:
         """Go on under changed settings. Batch size and device stay those this incarnation began with."""
+        run = self._receiver.run
+        if run is self.run:
+            return
         building.retune(self._learner, run)
         changes = ", ".join(map(str, changes_between(self.run.config, run.config)))
         self.run, self._share = run, run.own_tokens(self.island.name)
@@ -307,6 +309,7 @@ class Life:
         while not self._sender.drain(_LOOK_SECONDS):
             if (reason := self._why_end()) is not None:
                 return reason
+            self._steer()
             if self._exchange.link.num_created != num_created:  # a narrow link is no store that is down
                 num_created = self._exchange.link.num_created
                 ends = time.monotonic() + _PATIENCE_SECONDS
