@@ -33,7 +33,9 @@ def run_command(name: str, seeds: int, tokens: int | None) -> int:
     finally:
         process.terminate()
         try:
-            process.communicate(timeout=_STOP_SECONDS)  # it still says what it ends, and must be heard
+            process.communicate(
+                timeout=_STOP_SECONDS
+            )  # it still says what it ends, and must be heard
         except subprocess.TimeoutExpired:
             process.kill()  # what it started hangs on guards
             process.wait()

@@ -24,7 +24,7 @@ from islands.steering import changes_between
 from islands.types import LearnerLost, Refused, StoreUnavailable
 from tasks import building, exchanging, history, pacing, records
 from tasks.exchanging import Exchange
-from tasks.receiving import Receiver, newest_version
+from tasks.receiving import Arrived, Receiver, newest_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run, read_shard
 from tasks.segments import Stretch
@@ -81,7 +81,7 @@ class Life:
         since = "starts" if past.last is None else "comes back"
         text = f"{name} {since} as incarnation {past.incarnation} at step {self._learner.position.step}"
         tell({"kind": "log", "level": "info", "text": text})
-        exchange = Exchange(
+        self._exchange = Exchange(
             run,
             name,
             past.incarnation,
@@ -91,24 +91,29 @@ class Life:
             link=link,
             feedback=owed,
         )
-        self._exchange = exchange
-        self.run = exchange.run  # by way of its link
+        self.run = self._exchange.run  # by way of its link
         # From here on: until now nothing trained that could wait for it.
         link.bytes_per_second = self.island.bytes_per_second
+        lost = pacing.lost_copies(run, self._learner) if run.config.sync.blocks else []
+        self._begin_exchange(heads, lost)
+
+    def _begin_exchange(self, heads: list[Arrived], lost: list[int]) -> None:
+        """Begin to push, what a predecessor lost first, and to fetch; where that fails no thread is left."""
+        exchange = self._exchange
         with contextlib.ExitStack() as stack:
-            self._sender = Sender(exchange, len(run.layouts), tell)
+            self._sender = Sender(exchange, len(self.run.layouts), self._tell)
             stack.callback(self._sender.close)
             self._receiver = Receiver(
                 exchange.run,
-                name,
-                past.incarnation,
+                self.island.name,
+                self.incarnation,
                 heads,
-                tell,
+                self._tell,
                 note_merge=self._sender.note_merge,
             )
-            link.meanwhile = self._receiver.care
+            exchange.link.meanwhile = self._receiver.care
             stack.callback(self._receiver.close)
-            if run.config.sync.blocks and (lost := pacing.lost_copies(run, self._learner)):
+            if lost:
                 self._hand_over(lost)
             stack.pop_all()
 
@@ -310,7 +315,9 @@ class Life:
             if (reason := self._why_end()) is not None:
                 return reason
             self._steer()
-            if self._exchange.link.num_created != num_created:  # a narrow link is no store that is down
+            if (
+                self._exchange.link.num_created != num_created
+            ):  # a narrow link is no store that is down
                 num_created = self._exchange.link.num_created
                 ends = time.monotonic() + _PATIENCE_SECONDS
             if time.monotonic() >= ends:

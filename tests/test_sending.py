@@ -455,7 +455,6 @@ def test_of_a_push_whose_answer_was_lost_the_error_of_what_was_written_is_rememb
     assert np.array_equal(owed.outstanding[-1].error, copy.anchor - landed(copy.local) - arrives)
 
 
-
 def test_numbers_that_are_not_finite_end_the_sender(desk: Desk) -> None:
     desk.step()
     desk.offer(0)
