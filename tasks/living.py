@@ -94,8 +94,7 @@ class Life:
         self.run = self._exchange.run  # by way of its link
         # From here on: until now nothing trained that could wait for it.
         link.bytes_per_second = self.island.bytes_per_second
-        lost = pacing.lost_copies(run, self._learner) if run.config.sync.blocks else []
-        self._begin_exchange(heads, lost)
+        self._begin_exchange(heads, pacing.lost_copies(run, self._learner))
 
     def _begin_exchange(self, heads: list[Arrived], lost: list[int]) -> None:
         """Begin to push, what a predecessor lost first, and to fetch; where that fails no thread is left."""

@@ -150,6 +150,25 @@ def test_a_killed_learner_comes_back_and_the_ledger_balances(tmp_path: Path) -> 
     assert seen["north"].merged_share > 0.3
 
 
+def test_where_nobody_waits_a_learner_that_comes_back_keeps_its_own_beat(tmp_path: Path) -> None:
+    """As on clusters: a copy that died under way is covered by the next one, and not sent again at once."""
+    slow = ("islands.north.push_delay_steps=20", "sync.min_learners=3")
+    driver = runs.start(runs.tiny_config(tmp_path, FAULT, *slow))
+    sent: list[int] = []
+
+    def watch(beat: Beat) -> None:
+        if beat.what.startswith("comes back"):
+            sent.append(len(driver.seats["north"].outbox))
+
+    driver.watch = watch
+    while not sent:
+        assert driver.advance()
+    learner = driver.seats["north"].learner
+    assert learner is not None
+    assert any(clock.copied_at is not None for clock in learner.clocks)
+    assert sent == [0]
+
+
 def test_a_learner_that_never_returns_is_written_off_and_the_run_ends(tmp_path: Path) -> None:
     run = runs.train(runs.tiny_config(tmp_path, FOREVER))
     require_balance(run)
