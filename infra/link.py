@@ -12,6 +12,7 @@ than a link of that bandwidth would bring it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -30,22 +31,30 @@ class Bucket:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free_at = 0.0
+        self._turn = threading.Lock()
+        self._looked_at = -math.inf
         self._is_lifted = threading.Event()
 
     def take(
-        self, num_bytes: int, bytes_per_second: float, meanwhile: Callable[[], None] | None
+        self,
+        num_bytes: int,
+        bytes_per_second: Callable[[], float | None],
+        meanwhile: Callable[[], None] | None,
     ) -> None:
-        """Wait until so many bytes have passed, or the cap is lifted; `meanwhile` is called about once a second."""
-        with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / bytes_per_second
-            until = self._free_at
-        while (wait := until - time.monotonic()) > 0:
-            if self._is_lifted.wait(min(wait, _LOOK_SECONDS)):
-                return
-            if meanwhile is not None:
-                meanwhile()
+        """Wait until so many bytes have passed, or the cap is lifted; `meanwhile` is called about once a second.
+
+        The pace is asked for again and again: what is on its way follows a new one.
+        """
+        with self._turn:
+            left, now = float(num_bytes), time.monotonic()
+            while left > 0 and (pace := bytes_per_second()) is not None:
+                if self._is_lifted.wait(min(left / pace, _LOOK_SECONDS)):
+                    return
+                if meanwhile is not None and time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+                    meanwhile()
+                    self._looked_at = time.monotonic()
+                before, now = now, time.monotonic()
+                left -= pace * (now - before)
 
     def lift(self) -> None:
         """Let everything through at once from now on, what waits too."""
@@ -66,6 +75,7 @@ class Link:
             it looks after must not wait for data.
         bytes_up, bytes_down: bytes created, and read, below the counted folders. What a failed attempt moved counts
             too, if the store said that it was done.
+        num_created: objects created by way of it, whatever their folder.
         bytes_per_second: the cap in each direction; None: no cap.
     """
 
@@ -82,6 +92,7 @@ class Link:
         self._counted, self._paced = counted, paced
         self._up, self._down = Bucket(), Bucket()
         self.bytes_up, self.bytes_down = bytes_up, bytes_down
+        self.num_created = 0
         self.bytes_per_second: float | None = None
         self.meanwhile: Callable[[], None] | None = None
         self._is_closed = False
@@ -101,6 +112,7 @@ class Link:
         num_bytes = sum(memoryview(part).nbytes for part in parts)
         self._pass(self._up, name, num_bytes, None)
         self._store.create(name, data, sync=sync)
+        self.num_created += 1
         if name.startswith(self._counted):
             self.bytes_up += num_bytes
 
@@ -146,9 +158,8 @@ class Link:
     def _pass(
         self, bucket: Bucket, name: str, num_bytes: int, meanwhile: Callable[[], None] | None
     ) -> None:
-        cap = self.bytes_per_second
-        if cap is None or not name.startswith(self._paced):
+        if self.bytes_per_second is None or not name.startswith(self._paced):
             return
-        bucket.take(num_bytes, cap, meanwhile)
+        bucket.take(num_bytes, lambda: self.bytes_per_second, meanwhile)
         if self._is_closed:
             raise StoreUnavailable(f"{name}: the link was closed before its bytes had passed")

@@ -63,7 +63,7 @@ def commit_from_json(value: Mapping[str, Any]) -> Commit:
     Raises:
         ValueError: it holds something else.
     """
-    commit: Commit = parse(Commit, {"adamw": None, **value})  # older ones do not name it
+    commit: Commit = parse(Commit, value)
     return replace(commit, payload=manifest_from_json(value["payload"]))
 
 

@@ -31,10 +31,12 @@ def run_command(name: str, seeds: int, tokens: int | None) -> int:
                 log.info("%s", line.rstrip())
         return process.wait()
     finally:
-        process.stdout.close()
         process.terminate()
         try:
-            process.wait(_STOP_SECONDS)
+            process.communicate(
+                timeout=_STOP_SECONDS
+            )  # it still says what it ends, and must be heard
         except subprocess.TimeoutExpired:
             process.kill()  # what it started hangs on guards
             process.wait()
+            process.stdout.close()

@@ -134,7 +134,7 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
     first = _of_model(prepared.model)
     if prepared.origin is not None:
         body["origin"] = dict(prepared.origin.facts)
-        first = _of_origin(prepared.origin)
+        first = _of_origin(prepared.origin, config)
     try:
         records.write(store, names.RUN, body)
     except VersionTaken as exc:
@@ -164,7 +164,7 @@ def first_values(run: Run) -> First:
         ConfigError: its origin is gone.
     """
     if "origin" in run.facts:
-        return _of_origin(reopen_origin(run.facts["origin"]))
+        return _of_origin(reopen_origin(run.facts["origin"]), run.config)
     return _of_model(build_model(model_shape(run.config), run.config.seed))
 
 
@@ -173,9 +173,20 @@ def _of_model(model: torch.nn.Module) -> First:
     return lambda layout: (flatten(layout, parameters), None)
 
 
-def _of_origin(origin: Origin) -> First:
+def _of_origin(origin: Origin, config: RunConfig) -> First:
+    """Return the origin's parameters, and its momentum where that is outer momentum on both sides.
+
+    AdamW's first moment is none, and without the second one and their count of steps it would throw the model far off.
+    """
     tensors = load_tensors(origin)
-    return lambda layout: gather(layout, tensors)
+    known = [config] if origin.config is None else [config, origin.config]
+    keeps_momentum = not any(one.sync.sends_gradients for one in known)
+
+    def first(layout: FragmentLayout) -> tuple[Vector, Vector | None]:
+        params, momentum = gather(layout, tensors)
+        return params, momentum if keeps_momentum else None
+
+    return first
 
 
 def attempts_of(prepared: Prepared) -> NewAttempt:

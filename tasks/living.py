@@ -24,7 +24,7 @@ from islands.steering import changes_between
 from islands.types import LearnerLost, Refused, StoreUnavailable
 from tasks import building, exchanging, history, pacing, records
 from tasks.exchanging import Exchange
-from tasks.receiving import Receiver, newest_version
+from tasks.receiving import Arrived, Receiver, newest_version
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run, read_shard
 from tasks.segments import Stretch
@@ -81,7 +81,7 @@ class Life:
         since = "starts" if past.last is None else "comes back"
         text = f"{name} {since} as incarnation {past.incarnation} at step {self._learner.position.step}"
         tell({"kind": "log", "level": "info", "text": text})
-        exchange = Exchange(
+        self._exchange = Exchange(
             run,
             name,
             past.incarnation,
@@ -91,24 +91,28 @@ class Life:
             link=link,
             feedback=owed,
         )
-        self._exchange = exchange
-        self.run = exchange.run  # by way of its link
+        self.run = self._exchange.run  # by way of its link
         # From here on: until now nothing trained that could wait for it.
         link.bytes_per_second = self.island.bytes_per_second
+        self._begin_exchange(heads, pacing.lost_copies(run, self._learner))
+
+    def _begin_exchange(self, heads: list[Arrived], lost: list[int]) -> None:
+        """Begin to push, what a predecessor lost first, and to fetch; where that fails no thread is left."""
+        exchange = self._exchange
         with contextlib.ExitStack() as stack:
-            self._sender = Sender(exchange, len(run.layouts), tell)
+            self._sender = Sender(exchange, len(self.run.layouts), self._tell)
             stack.callback(self._sender.close)
             self._receiver = Receiver(
                 exchange.run,
-                name,
-                past.incarnation,
+                self.island.name,
+                self.incarnation,
                 heads,
-                tell,
+                self._tell,
                 note_merge=self._sender.note_merge,
             )
-            link.meanwhile = self._receiver.care
+            exchange.link.meanwhile = self._receiver.care
             stack.callback(self._receiver.close)
-            if run.config.sync.blocks and (lost := pacing.lost_copies(run, self._learner)):
+            if lost:
                 self._hand_over(lost)
             stack.pop_all()
 
@@ -129,8 +133,7 @@ class Life:
         first_step, now = learner.position.step, begun
         self._receiver.forget_stop()
         while (reason := self._why_end()) is None and now < begun + seconds:
-            if self._receiver.run is not self.run:
-                self._steer(self._receiver.run)
+            self._steer()
             if self._is_blocked():
                 now = self._wait(begun + seconds)
                 continue
@@ -171,8 +174,11 @@ class Life:
             raise failure
         return self._receiver.reason
 
-    def _steer(self, run: Run) -> None:
+    def _steer(self) -> None:
         """Go on under changed settings. Batch size and device stay those this incarnation began with."""
+        run = self._receiver.run
+        if run is self.run:
+            return
         building.retune(self._learner, run)
         changes = ", ".join(map(str, changes_between(self.run.config, run.config)))
         self.run, self._share = run, run.own_tokens(self.island.name)
@@ -303,21 +309,28 @@ class Life:
             if learner.clock(p).open_tokens > learner.clock(p).copied_tokens
         ]
         self._hand_over(rest)
-        ends = time.monotonic() + _PATIENCE_SECONDS
+        num_created, ends = -1, 0.0
         while not self._sender.drain(_LOOK_SECONDS):
             if (reason := self._why_end()) is not None:
                 return reason
+            self._steer()
+            if (
+                self._exchange.link.num_created != num_created
+            ):  # a narrow link is no store that is down
+                num_created = self._exchange.link.num_created
+                ends = time.monotonic() + _PATIENCE_SECONDS
             if time.monotonic() >= ends:
                 raise LearnerLost(
-                    f"{self.island.name} could not push its last work in {_PATIENCE_SECONDS:g} s; "
+                    f"{self.island.name} could write nothing of its last work in {_PATIENCE_SECONDS:g} s; "
                     "see whether the store answers"
                 )
         self._count_dropped()
         self._sender.close()
-        return self._say_farewell(self._exchange.linked(learner.record("")), ends)
+        return self._say_farewell(self._exchange.linked(learner.record("")))
 
-    def _say_farewell(self, record: LearnerRecord, ends: float) -> str:
+    def _say_farewell(self, record: LearnerRecord) -> str:
         """Leave, unless somebody else goes on in this name; return how it ended."""
+        ends = time.monotonic() + _PATIENCE_SECONDS
         while True:
             reason = self._why_end()
             if reason is not None and reason != "stopped":  # a stop has nothing left to save

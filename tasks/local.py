@@ -262,6 +262,9 @@ class Driver:
         seat.learner, seat.exchange, seat.status, seat.is_blocked = None, None, "waiting", False
         seat.outbox.clear()
         seat.arrived.clear()
+        # What it had begun dies with it: a step under way must not end in its successor's life.
+        self.events = [event for event in self.events if event.island != seat.island.name]
+        heapq.heapify(self.events)
         self._tell(seat, "dies")
         if return_after is None:
             history.write_off(self.run, seat.island.name, stamp=self.clock)

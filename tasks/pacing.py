@@ -66,7 +66,10 @@ def lost_copies(run: Run, learner: Learner) -> list[int]:
     """Return the fragments whose newest copy, a predecessor's, will never be merged: where all wait, all wait for it.
 
     It died with the predecessor, is damaged, or was written after this incarnation had looked back, and so is fenced.
+    None where nobody waits: the next copy, by the learner's own beat, covers it.
     """
+    if not run.config.sync.blocks:
+        return []
     own = names.incarnation(learner.name, learner.position.incarnation)
     listed = records.require(run.store, own)[0]["listed"]
     lost = []

@@ -38,7 +38,6 @@ VERSION = "0.2.0"
 OURS, THEIRS = ("ours-with", "ours-without"), ("torchft-with", "torchft-without")
 # Of the six steps from one exchange to the next: as long as torchft's own example waits.
 OVERLAP_STEPS = 2
-_START_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)

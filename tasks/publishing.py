@@ -127,9 +127,9 @@ def fold_contributions(
     """
     readers = [ArrayReader(store, offer.payload) for offer in offers]
     for offer in offers:
-        length = coded_length(offer.codec, layout.size)
-        if [array.length for array in offer.payload.arrays] != [length]:
-            raise DamagedObject(offer.name, f"its payload is not one array of {length} numbers")
+        dtype, length = STORED_DTYPE[offer.codec], coded_length(offer.codec, layout.size)
+        if [(array.dtype, array.length) for array in offer.payload.arrays] != [(dtype, length)]:
+            raise DamagedObject(offer.name, f"its payload is not one array of {length} {dtype}")
 
     def read(i: int, start: int, stop: int) -> Vector:
         try:

@@ -261,6 +261,7 @@ class Sender:
     def _write_push(self, copy: Copy, standing: Standing) -> None:
         learner = self._exchange.learner
         key = names.ContributionKey(copy.fragment, learner, copy.base_version, copy.stop)
+        before = self._exchange.feedback[copy.fragment]
         try:
             self._exchange.push(
                 copy,
@@ -269,6 +270,8 @@ class Sender:
                 telemetry=standing.telemetry,
             )
         except VersionTaken:
+            # What counts was coded by an earlier try, under what was owed then, and is remembered from then.
+            self._exchange.feedback[copy.fragment] = before
             self._link_on(names.contribution(key))
 
     def _link_on(self, name: str) -> None:

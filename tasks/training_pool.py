@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import TypeVar
 
 from tasks.figures import Advance
@@ -52,7 +52,8 @@ def train_all(
                 results[job] = future.result()
                 advance(done, note(job, results[job]))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():  # trainings take minutes, and nobody waits for them
+                process.terminate()
             raise
     return results
 

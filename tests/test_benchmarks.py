@@ -7,8 +7,10 @@ import importlib.util
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +39,7 @@ from tasks.slices import (
     within,
 )
 from tasks.step_log import StepLog, process_of, read_steps
+from tasks.training_pool import train_all
 from tests.runs import write_text
 
 # Columns: begun, ended, useful seconds, tokens. Steps of 2 s that are useful for 1.5 s, then a pause.
@@ -223,6 +226,18 @@ def test_a_codecs_training_is_the_same_each_time(tmp_path: Path) -> None:
     assert first == second
     assert 0 < first.bits_per_byte < 8
     assert first.merged_share > 0.9
+
+
+@pytest.mark.timeout(60)
+def test_trainings_that_nobody_waits_for_any_more_are_ended() -> None:
+    """One has ended when its caller is stopped; the other one would take two minutes."""
+
+    def stop(done: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_all((0.0, 120.0), time.sleep, stop, note=lambda job, result: "")
+    assert active_children() == []
 
 
 @pytest.mark.slow

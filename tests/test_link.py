@@ -63,6 +63,23 @@ def test_two_threads_in_one_direction_share_the_cap(inner: Store) -> None:
     assert time.monotonic() - begun >= 0.3
 
 
+@pytest.mark.parametrize("cap", [None, 1e6])
+def test_what_is_on_its_way_follows_a_new_cap(inner: Store, cap: float | None) -> None:
+    """A minute's worth of bytes, and whatever waits behind it, are through soon after the cap was raised."""
+    link = paced(inner, 1_000)
+    names = ("payloads/a", "payloads/b")
+    threads = [threading.Thread(target=link.create, args=(n, bytes(60_000))) for n in names]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    link.bytes_per_second = cap
+    begun = time.monotonic()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - begun < 3
+    assert inner.list_names("") == [*names]
+
+
 def test_time_in_which_nothing_was_sent_is_not_saved_up(inner: Store) -> None:
     link = paced(inner, 100_000)
     time.sleep(0.3)

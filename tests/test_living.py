@@ -19,7 +19,7 @@ import pytest
 from islands import names
 from islands.ledger import record_from_json
 from islands.types import LearnerLost, Refused, StoreUnavailable
-from tasks import collecting, creating, evaluating, history, living, records, stopping
+from tasks import adjusting, collecting, creating, evaluating, history, living, records, stopping
 from tasks.living import Life
 from tasks.merging import Synchronizer
 from tasks.reporting import status
@@ -607,6 +607,38 @@ def test_a_link_too_narrow_costs_copies_and_no_step(
         last.replaced_copies,
         last.replaced_tokens,
     )
+
+
+def test_a_learner_behind_a_narrow_link_is_waited_for_until_its_last_work_is_pushed(
+    tmp_path: Path, alive: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some 20 kB in chunks of 4 kB, at 5 kB/s: four seconds, with something written in each of them."""
+    monkeypatch.setattr(living, "_PATIENCE_SECONDS", 2.0)
+    elsewhere = f'islands.{NAME}.checkpoints="memory://near-{tmp_path.name}"'
+    narrow = (f"islands.{NAME}.bandwidth_mbit=0.04", "sync.chunk_bytes=4096", elsewhere)
+    run = solo(tmp_path, "total_tokens=320", "sync.period_steps=10_000", *narrow)
+    life = alive(run)
+    begun = time.monotonic()
+    assert life.train(60.0).outcome == "left"
+    assert time.monotonic() - begun > 3.0
+    life.close()
+    require_balance_of_one(run)
+
+
+def test_a_wider_link_lets_a_learner_leave_that_was_pushing_its_last_work(
+    tmp_path: Path, alive: Begin
+) -> None:
+    """At 80 bits a second its last push would take half an hour."""
+    narrow = f"islands.{NAME}.bandwidth_mbit=0.00008"
+    run = solo(tmp_path, "total_tokens=320", "sync.period_steps=10_000", narrow)
+    life = alive(run)
+    wide = f"islands.{NAME}.bandwidth_mbit=100"
+    timer = threading.Timer(2.0, lambda: adjusting.adjust(run, [wide]))
+    timer.start()
+    assert life.train(30.0).outcome == "left"
+    timer.join()
+    life.close()
+    require_balance_of_one(run)
 
 
 def test_a_stop_through_a_blocked_link_is_seen_and_its_checkpoint_written(

@@ -12,7 +12,7 @@ import torch
 from infra.store import Store
 from islands.types import DamagedObject
 from tasks import records
-from tasks.clockwork import Kind
+from tasks.clockwork import Beat, Kind
 from tasks.local import MOST_BREAKS, Driver
 from tasks.reporting import status
 from tasks.runs import Run
@@ -150,6 +150,25 @@ def test_a_killed_learner_comes_back_and_the_ledger_balances(tmp_path: Path) -> 
     assert seen["north"].merged_share > 0.3
 
 
+def test_where_nobody_waits_a_learner_that_comes_back_keeps_its_own_beat(tmp_path: Path) -> None:
+    """As on clusters: a copy that died under way is covered by the next one, and not sent again at once."""
+    slow = ("islands.north.push_delay_steps=20", "sync.min_learners=3")
+    driver = runs.start(runs.tiny_config(tmp_path, FAULT, *slow))
+    sent: list[int] = []
+
+    def watch(beat: Beat) -> None:
+        if beat.what.startswith("comes back"):
+            sent.append(len(driver.seats["north"].outbox))
+
+    driver.watch = watch
+    while not sent:
+        assert driver.advance()
+    learner = driver.seats["north"].learner
+    assert learner is not None
+    assert any(clock.copied_at is not None for clock in learner.clocks)
+    assert sent == [0]
+
+
 def test_a_learner_that_never_returns_is_written_off_and_the_run_ends(tmp_path: Path) -> None:
     run = runs.train(runs.tiny_config(tmp_path, FOREVER))
     require_balance(run)
@@ -282,8 +301,14 @@ def test_bounded_retention_keeps_a_bounded_number_of_objects(tmp_path: Path) -> 
 def test_nan_is_refused_by_its_sender_and_never_reaches_a_version(tmp_path: Path) -> None:
     """A learner whose parameters break starts again from its newest checkpoint; others go on."""
     driver = runs.start(runs.tiny_config(tmp_path))
-    said = []
-    driver.watch = lambda beat: said.append(beat.what)
+    said, ends = [], []
+
+    def watch(beat: Beat) -> None:
+        said.append(beat.what)
+        if (beat.island, beat.what) == ("east", "step"):
+            ends.append(beat.time)
+
+    driver.watch = watch
     broken = False
     while driver.advance():
         learner = driver.seats["east"].learner
@@ -291,6 +316,7 @@ def test_nan_is_refused_by_its_sender_and_never_reaches_a_version(tmp_path: Path
             broken = True
             next(iter(learner.model.parameters())).data.fill_(float("nan"))
     assert any("non-finite" in what for what in said)
+    assert all(later - earlier >= 1.0 for earlier, later in pairwise(ends))  # one step at a time
     require_balance(driver.run)
     for layout in driver.run.layouts:
         head, _ = records.find_head(driver.run.store, layout.index)

@@ -144,6 +144,32 @@ def test_a_replay_compares_version_0_with_the_origin(tmp_path: Path, old: Run) -
     assert encode(values, commit.codec).values.size == layout.size
 
 
+JOINED = (
+    *("sync.algorithm=data-parallel", "sync.num_fragments=1", "sync.period_steps=1"),
+    *("sync.codec_down=float32", "outer.merge=mean", "outer.weighting=tokens"),
+)
+
+
+def test_adamws_moments_are_no_outer_momentum(tmp_path: Path, old: Run) -> None:
+    """Nor is outer momentum a moment: taken up without its count of steps, it would weigh 1 / (1 - beta1), tenfold."""
+
+    def require_rest(run: Run) -> None:
+        assert not any(values.any() for values in tensors(run, begins(run), "momentum").values())
+
+    for folder in ("joined", "back"):
+        (tmp_path / folder).mkdir()
+    joined = forked(tmp_path / "joined", "old", *JOINED, "total_tokens=960", store=old.store_url)
+    require_rest(joined)
+    driver = runs.driver_of(joined)
+    driver.start()
+    runs.finish(driver)
+    newest, _ = evaluating.pick_snapshot(joined, None)
+    assert any(values.any() for values in tensors(joined, newest.versions, "momentum").values())
+    back = forked(tmp_path / "back", f"{joined.store_url}/new")
+    require_rest(back)
+    require_equal(tensors(back, begins(back), "params"), tensors(joined, newest.versions, "params"))
+
+
 # --- from a file ---
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra.arrays import ArrayReader
 from infra.store import Store
 from islands import names
+from islands.codecs import Encoded, decode
 from islands.contributions import Telemetry
 from islands.data import batch_at
+from islands.landing import landed
 from islands.learner import Copy, Learner
 from islands.ledger import LearnerRecord, check_link, record_from_json
 from islands.types import LearnerLost, Refused, StoreUnavailable
@@ -184,8 +187,17 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Any:
-    run = created(tmp_path, 'retention="all"', "sync.min_learners=1")
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    yield from desk_of(tmp_path)
+
+
+@pytest.fixture
+def four_bits(tmp_path: Path) -> Iterator[Desk]:
+    yield from desk_of(tmp_path, "sync.codec=int4")
+
+
+def desk_of(folder: Path, *assignments: str) -> Iterator[Desk]:
+    run = created(folder, 'retention="all"', "sync.min_learners=1", *assignments)
     weather = Weather(run.store)
     outside = replace(run, store=weather)
     learner = building.build_learner(run, NAME)
@@ -415,6 +427,32 @@ def test_a_header_whose_answer_was_lost_is_found_and_linked_to(desk: Desk, folde
     assert len(desk.links()) == 3
     desk.require_forward_chain()
     require_sound(desk.run)
+
+
+def test_of_a_push_whose_answer_was_lost_the_error_of_what_was_written_is_remembered(
+    four_bits: Desk,
+) -> None:
+    """Between the two tries an earlier push is merged, so something else is owed at the second one."""
+    desk = four_bits
+    desk.step()
+    first = desk.offer(0)[0]
+    assert desk.sender.drain(20)
+    desk.step()
+    desk.weather.lost = [PUSHES]
+    copy = desk.offer(0)[0]
+    wait_for(lambda: not desk.weather.lost)
+    desk.sender.note_merge(0, first.stop)
+    assert desk.sender.drain(20)
+    assert desk.pushed() == [0, 0]
+    owed = desk.exchange.feedback[0]
+    assert owed.residual is not None
+    assert owed.residual.any()
+    name = names.contribution(names.ContributionKey(0, NAME, copy.base_version, copy.stop))
+    written = records.read_contribution(desk.weather.inner, name)
+    assert written is not None
+    coded = ArrayReader(desk.weather.inner, written[0].payload).read("delta")
+    arrives = decode(Encoded("int4", coded, copy.anchor.shape))
+    assert np.array_equal(owed.outstanding[-1].error, copy.anchor - landed(copy.local) - arrives)
 
 
 def test_numbers_that_are_not_finite_end_the_sender(desk: Desk) -> None:

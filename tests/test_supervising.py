@@ -15,6 +15,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from infra.deployments import RunState
 from infra.services import Services
 from islands import names
 from islands.sections import PipelineConfig
@@ -23,7 +24,7 @@ from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.ringing import RING_SECONDS, Ring
 from tasks.runs import Run
-from tasks.supervising import Supervisor
+from tasks.supervising import Post, Supervisor
 from tests import runs
 
 pytest_plugins = ["tests.prefect_server"]
@@ -146,6 +147,17 @@ def test_a_cancelled_island_stays_away_while_others_train(run: Run) -> None:
     assert supervisor.outlook() == "stopped"
     assert records.departed(run.store) == {"north", "west"}
     assert len(all_of(run)) == 3
+
+
+def test_where_all_wait_for_each_other_a_cancelled_island_stops_the_run_unless_it_is_set_apart(
+    tmp_path: Path,
+) -> None:
+    run = runs.start(runs.tiny_config(tmp_path, "sync.algorithm=streaming")).run
+    apart = replace(run, config=run.config.model_copy(update={"quarantine": ("east",)}))
+    for one, outlook in ((apart, "goes on"), (run, "stopped")):
+        supervisor = Supervisor(one, LOG)
+        supervisor._replace("east", Post("", RunState("CANCELLED")))
+        assert supervisor.outlook() == outlook
 
 
 @pytest.mark.slow

@@ -491,6 +491,26 @@ def test_poison_with_an_honest_norm_is_outsized_from_the_first_version_on(tmp_pa
     assert refusals(run) == {name: "outsized"}
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4", "e3m0", "bfloat16", "float32"])
+def test_a_payload_of_another_kind_of_numbers_is_a_verdict_and_no_crash(
+    tmp_path: Path, codec: str
+) -> None:
+    """As many of them as there should be, with true checksums."""
+    from infra.arrays import write_arrays
+
+    driver = until_due(tmp_path, f"memory://kind-{codec}", f"sync.codec={codec}")
+    run = driver.run
+    good = pending(run)
+    coded = ArrayReader(run.store, good.payload).read("delta")
+    stop = Position(good.stop.incarnation, good.stop.step + 1)
+    name = replace(good, stop=stop).name
+    folder = names.payload_folder(name, "a-kind")
+    payload = write_arrays(run.store, folder, {"delta": coded.astype(np.float64)})
+    records.write(run.store, name, replace(good, stop=stop, payload=payload).to_json())
+    poll(run)
+    assert refusals(run) == {name: "damaged"}
+
+
 def test_a_damaged_payload_is_left_out_and_named(tmp_path: Path) -> None:
     driver = until_due(tmp_path, "memory://damaged-payload")
     run = driver.run
