@@ -243,7 +243,10 @@ def _walk(folder: str) -> Iterator[os.DirEntry[str]]:
 
 @lru_cache(maxsize=1)
 def _sync_pool() -> ThreadPoolExecutor:
-    """Return the threads that fsync, kept: starting some for every payload takes longer than their work."""
+    """Return the threads that fsync, kept: starting some for every payload takes longer than their work.
+
+    A process that forks without exec after their first use has none of them: nothing here does.
+    """
     return ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="diloco-fsync")
 
 

@@ -270,10 +270,10 @@ class View:
         )
 
     def seconds_until_paced(self, now: float) -> float:
-        """Return how long no merge can be due, whatever arrives; 0 where none is known to be owed.
+        """Return how long pace forbids a merge, as the head knows the learners' speeds; 0 where it owes none.
 
         Nobody need look before that: what came meanwhile is first seen when its merge may be due, which for every
-        decision is as early as it could matter.
+        decision is as early as it could matter. (One that has become faster since is given its new pace a merge later.)
         """
         if self.opened_at is None or self._run.config.sync.blocks:
             return 0.0
