@@ -14,19 +14,17 @@ from typing import Any
 from islands.types import FORMAT_VERSION, DamagedObject
 
 
-def seal(body: Mapping[str, Any]) -> bytes:
-    """Return the record as canonical JSON with the format version and its own SHA-256 added.
+def seal(body: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return (bytes, digest): canonical JSON with the format version and its own SHA-256 (hex) added, and that.
 
     Keys are sorted; floats are written shortest-exact; NaN and infinities are allowed (as JavaScript writes them),
     because a contribution that holds them must still be readable to be refused.
     """
-    digest = digest_of(body)
-    return _canonical({"digest": digest, "format": FORMAT_VERSION, "body": body})
-
-
-def digest_of(body: Mapping[str, Any]) -> str:
-    """Return the SHA-256 (hex) that `seal` gives this body."""
-    return hashlib.sha256(_canonical({"format": FORMAT_VERSION, "body": body})).hexdigest()
+    # Put together from the one text of the body: written out anew for each use it would be most of a record's cost.
+    text = _canonical(body)
+    end = b',"format":%d}' % FORMAT_VERSION
+    digest = hashlib.sha256(b'{"body":' + text + end).hexdigest()
+    return b'{"body":' + text + b',"digest":"' + digest.encode() + b'"' + end, digest
 
 
 def unseal(name: str, data: bytes) -> tuple[dict[str, Any], str]:
@@ -42,7 +40,7 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Any], str]:
         raise DamagedObject(name, f"is no sealed record ({exc})") from exc
     if version != FORMAT_VERSION:
         raise DamagedObject(name, f"has format {version}, this program reads {FORMAT_VERSION}")
-    if not isinstance(body, dict) or seal(body) != data:
+    if not isinstance(body, dict) or seal(body)[0] != data:
         raise DamagedObject(name, "its bytes do not match their digest")
     return body, digest
 

@@ -18,7 +18,7 @@ from islands.codecs import Encoded, coded_length, codes_change, decode, wire_cod
 from islands.contributions import Contribution, contribution_from_json
 from islands.ledger import LearnerRecord
 from islands.merging import Vector
-from islands.sealing import digest_of, seal, unseal
+from islands.sealing import seal, unseal
 from islands.types import DamagedObject, Manifest, VersionTaken
 from islands.versions import Commit, Snapshot, commit_from_json, snapshot_from_json
 
@@ -41,12 +41,13 @@ def write(store: Store, name: str, body: Mapping[str, Any]) -> str:
         VersionTaken: the name exists with other content. The same content is ours: a repeated call, or a put whose
             answer was lost.
     """
+    data, digest = seal(body)
     try:
-        store.create(name, seal(body))
+        store.create(name, data)
     except VersionTaken:
-        if store.read(name) != seal(body):
+        if store.read(name) != data:
             raise
-    return digest_of(body)
+    return digest
 
 
 def read(store: Store, name: str) -> tuple[dict[str, Any], str] | None:

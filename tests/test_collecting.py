@@ -36,7 +36,7 @@ def test_an_object_of_a_foreign_name_is_named_and_stops_nothing(tmp_path: Path, 
     )
     for _ in range(60):
         driver.advance()
-    driver.run.store.create(name, seal({}))
+    driver.run.store.create(name, seal({})[0])
     collect(driver.run)
     assert name in {problem.name for problem in verify(driver.run.store_url, "r").problems}
     for _ in range(1000):

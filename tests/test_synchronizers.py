@@ -292,7 +292,7 @@ def test_a_round_in_which_everybody_says_zero_tokens_changes_and_advances_nothin
             found = records.read_contribution(run.store, name)
             assert found is not None
             run.store.delete(name)
-            run.store.create(name, seal(replace(found[0], num_tokens=0).to_json()))
+            run.store.create(name, seal(replace(found[0], num_tokens=0).to_json())[0])
     poll(run)
     assert heads(run) == before
 
@@ -302,7 +302,7 @@ def test_an_island_whose_name_differs_by_case_alone_is_unknown(tmp_path: Path) -
     run = driver.run
     good, expected = pending(run), fold_alone(run)
     twin = replace(good, learner=good.learner.upper())
-    run.store.create(twin.name, seal(twin.to_json()))
+    run.store.create(twin.name, seal(twin.to_json())[0])
     poll(run)
     assert refusals(run) == {twin.name: "unknown"}
     for made, alone in zip(heads(run), expected, strict=True):
@@ -322,7 +322,7 @@ def test_an_islands_clock_changes_no_byte_of_what_is_merged(tmp_path: Path, at: 
             assert found is not None
             told = replace(found[0].telemetry, at=at)
             run.store.delete(name)
-            run.store.create(name, seal(replace(found[0], telemetry=told).to_json()))
+            run.store.create(name, seal(replace(found[0], telemetry=told).to_json())[0])
     poll(run)
     assert heads(run) == expected
 

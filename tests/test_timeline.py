@@ -193,7 +193,7 @@ def rewrite(run: Run, name: str, changes: dict[str, object]) -> None:
     assert data is not None
     body, _ = unseal(name, data)
     run.store.delete(name)
-    run.store.create(name, seal({**body, **changes}))
+    run.store.create(name, seal({**body, **changes})[0])
 
 
 def test_a_live_run_shows_what_waits_and_who_has_not_left(tmp_path: Path) -> None:
