@@ -247,7 +247,7 @@ def _sync_pool() -> ThreadPoolExecutor:
 
     A process that forks without exec after their first use has none of them: nothing here does.
     """
-    return ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="diloco-fsync")
+    return ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="disk-sync")
 
 
 def _fsync_all(paths: Sequence[str]) -> None:

@@ -79,7 +79,7 @@ LINEAGE = Lineage(
 
 
 def written_and_read(value: Mapping[str, Any]) -> dict[str, Any]:
-    return unseal("record", seal(value))[0]
+    return unseal("record", seal(value)[0])[0]
 
 
 # --- judge

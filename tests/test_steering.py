@@ -344,7 +344,7 @@ def test_inner_settings_act_at_the_next_step_and_the_period_at_the_next_push(
     assignments = ("inner.learning_rate=0.001", "inner.beta1=0.5", "inner.weight_decay=0.25")
     adjust(run, [*assignments, "inner.clip_norm=0.5", "sync.period_steps=60", "sync.alpha=0.5"])
     wait_for(lambda: life._receiver.run.num_changes == 1, 10)
-    life._steer(life._receiver.run)
+    life._steer()
     steered = [life._learner.clock(p).steps_to_push for p in range(3)]
     assert steered == [-(-steps * 60 // 600) for steps in left]
     trained = life._learner.trained

@@ -448,6 +448,7 @@ def test_a_learner_that_leaves_while_its_inbox_is_read_is_merged_before_the_end(
     now = 0.0
     while np.isfinite(synchronizer.poll(now=now).wait_seconds):
         now += 1e6
+    now += 1e6  # past the pace of what the last look has merged
     store.is_armed = True
     assert not synchronizer.poll(now=now).is_settled
     assert synchronizer.poll(now=now).is_settled
