@@ -19,7 +19,7 @@ from islands.sections import DataConfig, IslandConfig, ModelConfig, SyncConfig
 from tasks.figures import Measured, Order, Table, Target, percent
 from tasks.training_pool import Trained, train_all
 
-TOKENS = 196_608
+TOKENS = 122_880
 LIMIT_PERCENT = 1.0
 BASE = "float32"
 # Both ways in full, so that a row changes one thing.
