@@ -301,12 +301,14 @@ class IslandConfig(Section):
         description="Expected speed beside the others: if decoupled, its share of the tokens; and the local clock.",
     )
     start_steps: float = Field(
-        default=0.0, ge=0, description="Base steps after which the island starts."
+        default=0.0, ge=0, le=1_000_000, description="Base steps after which the island starts."
     )
     push_delay_steps: float = Field(
-        default=0.0, ge=0, description="Base steps a contribution travels."
+        default=0.0, ge=0, le=1_000_000, description="Base steps a contribution travels."
     )
-    fetch_delay_steps: float = Field(default=0.0, ge=0, description="Base steps a version travels.")
+    fetch_delay_steps: float = Field(
+        default=0.0, ge=0, le=1_000_000, description="Base steps a version travels."
+    )
 
     @property
     def bytes_per_second(self) -> float | None:

@@ -248,6 +248,27 @@ FIELD_RULES = [
     ("islands", '[{name = "a", push_delay_steps = -1}]', "or equal to 0", "-1", "default 0.0"),
     (
         "islands",
+        '[{name = "a", start_steps = 1e308}]',
+        "or equal to 1000000",
+        "1e+308",
+        "default 0.0",
+    ),
+    (
+        "islands",
+        '[{name = "a", push_delay_steps = 1e308}]',
+        "or equal to 1000000",
+        "1e+308",
+        "default 0.0",
+    ),
+    (
+        "islands",
+        '[{name = "a", fetch_delay_steps = 1e308}]',
+        "or equal to 1000000",
+        "1e+308",
+        "default 0.0",
+    ),
+    (
+        "islands",
         '[{name = "a", bandwidth_mbit = 0}]',
         "must be greater than 0",
         "0",
