@@ -67,6 +67,11 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
     yield from _broken_blocking_rules(sync, num_islands=len(names))
     yield from _broken_fixed_values(config)
     yield from _broken_quarantine_rules(config.quarantine, names, sync.min_learners or 1)
+    if config.quarantine and sync.blocks:
+        yield (
+            f"quarantine must be empty where learners wait for one another (sync.algorithm {sync.algorithm}), "
+            f"got {', '.join(config.quarantine)}; release it, or choose decoupled"
+        )
 
 
 def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:

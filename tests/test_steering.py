@@ -407,6 +407,13 @@ def test_a_quarantine_names_islands_and_leaves_some(tmp_path: Path, assignment: 
     assert BROKEN[assignment] in str(caught.value)
 
 
+def test_where_learners_wait_for_one_another_none_is_set_apart(tmp_path: Path) -> None:
+    """It would wait at its turn for a version that nobody makes once all others have left."""
+    waits = ('sync.algorithm="diloco"', "sync.num_fragments=1", 'quarantine=["west"]')
+    with pytest.raises(ConfigError, match=r"must be empty .* \(sync.algorithm diloco\), got west;"):
+        runs.tiny_config(tmp_path, *waits)
+
+
 def test_a_quarantine_leaves_what_min_learners_asks_for(tmp_path: Path) -> None:
     run = created(tmp_path, "sync.min_learners=2")
     quarantine(run, "west", is_released=False)
