@@ -59,7 +59,8 @@ def follow(
         return STOPPED
     if score is None:
         screen.complain(
-            "an island must live until its first merge, got none; start a new run with other faults"
+            "an island must live until its first merge, got none; see what `diloco status` says was refused, "
+            "and start a new run"
         )
         return FAILED
     return DONE

@@ -11,7 +11,7 @@ fragment like any other; its delta is zero, so it stays where it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,11 @@ def first_push_steps(fragment: int, *, period_steps: int, num_fragments: int) ->
     """Return how many steps an incarnation trains before its first push of a fragment, 1..period_steps."""
     offset = offset_of(fragment, period_steps=period_steps, num_fragments=num_fragments)
     return offset or period_steps
+
+
+def period_of_fastest(period_steps: int, step_seconds: Iterable[float]) -> float:
+    """Return the seconds in which the fastest of some learners trains a period; 0 while none is measured."""
+    return period_steps * min((seconds for seconds in step_seconds if seconds > 0), default=0.0)
 
 
 def own_period(period_steps: int, *, step_seconds: float, all_step_seconds: Sequence[float]) -> int:

@@ -16,11 +16,10 @@ from infra.arrays import write_arrays
 from islands import names
 from islands.merging import tensor_norms
 from tasks import records
+from tasks.arm import merge
 from tasks.measuring import NUM_TENSORS, RUN_ID, offer_of, write_run
-from tasks.merging import Synchronizer
 from tasks.records import new_attempt
 from tasks.runs import Run, open_run
-from tasks.synchronizing import synchronize
 
 TENSOR_ELEMENTS = 2**18 // NUM_TENSORS
 NUM_LEARNERS = 4
@@ -90,15 +89,7 @@ def read_version(run: Run, version: int) -> str | None:
 
 def main(folder: str) -> None:
     """Merge until terminated."""
-    run = open_run(f"file://{folder}", RUN_ID)
-    synchronizer = Synchronizer(run, new_attempt, stamp=time.time)
-    synchronize(
-        run,
-        synchronizer,
-        on_merges=lambda merged: None,
-        say=lambda text: None,
-        is_stopped=lambda: False,
-    )
+    merge(open_run(f"file://{folder}", RUN_ID))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from islands import names
 from islands.contributions import Contribution, Lineage, Tally, Verdict, judge, newest_per_learner
-from islands.fragments import layout_digest, own_period
+from islands.fragments import layout_digest, own_period, period_of_fastest
 from islands.quorum import Arrival, Expectation, Round, first_merge_at
 from islands.retention import is_too_old
 from islands.types import DamagedObject, FragmentLayout
@@ -94,9 +94,8 @@ class View:
         # Seconds from opening a head to a learner's contribution, of its last rounds.
         self._responses: dict[str, list[float]] = {}
         self._missed: dict[str, int] = {}
-        self._settled: set[str] = (
-            set()
-        )  # once settled, always so: not looked at again while it is there
+        # Once settled, always so: not looked at again while it is there.
+        self._settled: set[str] = set()
         # Name of what came too old -> first version not searched for its refusal.
         self._looked_from: dict[str, int] = {}
         self.head, digest = records.find_head(run.store, layout.index, known)
@@ -247,9 +246,7 @@ class View:
         """Return what the next outer step's timing depends on; `opened_elsewhere`: `opened_at` of other fragments."""
         config = self._run.config
         counting = self._counting(members)
-        seconds = [tally.step_seconds for tally in self.head.tallies.values()]
-        known = [s for s in [*seconds, *(offer.step_seconds for offer in chosen.values())] if s > 0]
-        period = config.sync.period_steps * min(known, default=0.0)
+        period = self._period_seconds([offer.step_seconds for offer in chosen.values()])
         blocks = config.sync.blocks
         # Where all wait for each other, what one that left had sent stands for nobody who stays.
         num_needed = len({*counting, *chosen}) if blocks else min(config.quorum, len(counting))
@@ -277,11 +274,14 @@ class View:
         """
         if self.opened_at is None or self._run.config.sync.blocks:
             return 0.0
-        known = [t.step_seconds for t in self.head.tallies.values() if t.step_seconds > 0]
-        period = self._run.config.sync.period_steps * min(known, default=0.0)
-        return max(0.0, self.opened_at + period - now)
+        return max(0.0, self.opened_at + self._period_seconds() - now)
 
     # --- the details ---
+
+    def _period_seconds(self, more: Iterable[float] = ()) -> float:
+        """Return a period of the fastest learner by the head's step times and `more` of them."""
+        known = [tally.step_seconds for tally in self.head.tallies.values()]
+        return period_of_fastest(self._run.config.sync.period_steps, [*known, *more])
 
     def _not_before(self, opened_elsewhere: Iterable[float | None], period: float) -> float:
         if self.opened_at is not None:

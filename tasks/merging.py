@@ -22,6 +22,7 @@ from islands.contributions import (
     judge,
     running_median,
 )
+from islands.fragments import period_of_fastest
 from islands.merging import Vector
 from islands.quorum import Wait, decide
 from islands.types import DamagedObject, VersionTaken
@@ -123,9 +124,8 @@ class Synchronizer:
 
     def period_seconds(self) -> float:
         """Return the seconds in which the fastest learner trains a period, as the heads know it; 0 while unknown."""
-        tallies = [tally for head in self.heads() for tally in head.tallies.values()]
-        known = [tally.step_seconds for tally in tallies if tally.step_seconds > 0]
-        return self.run.config.sync.period_steps * min(known, default=0.0)
+        known = [t.step_seconds for head in self.heads() for t in head.tallies.values()]
+        return period_of_fastest(self.run.config.sync.period_steps, known)
 
     def verdicts(self) -> list[Verdict]:
         """Return the refusals no commit has recorded yet, ordered by name."""

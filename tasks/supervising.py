@@ -169,7 +169,7 @@ class Supervisor:
         """
         if post.state.kind == "CANCELLED":
             others = {i.name for i in self.run.config.islands} - {island}
-            is_awaited = self.run.config.sync.blocks and island not in self.run.config.quarantine
+            is_awaited = self.run.config.sync.blocks
             if is_awaited or others <= records.departed(self.run.store) | self._cancelled():
                 ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else can go on")
             return

@@ -18,17 +18,18 @@ from tasks.local import Driver
 from tasks.local_state import restore_state
 from tasks.runs import Run, open_run
 
-TINY = """
-total_tokens = 4_000
-durable = false
-[model]
+MODEL = """[model]
 width = 16
 num_layers = 1
 num_heads = 2
 context = 16
 [data]
 eval_bytes = 512
-[sync]
+"""
+TINY = f"""
+total_tokens = 4_000
+durable = false
+{MODEL}[sync]
 num_fragments = 3
 period_steps = 6
 [local]

@@ -24,18 +24,14 @@ from tasks.runs import Run, read_shard
 from tasks.verifying import verify
 from tests import runs
 
-TWO = """
+TWO = (
+    """
 total_tokens = {tokens}
 durable = false
 retention = "all"
-[model]
-width = 16
-num_layers = 1
-num_heads = 2
-context = 16
-[data]
-eval_bytes = 512
-[sync]
+"""
+    + runs.MODEL
+    + """[sync]
 num_fragments = 1
 codec_down = "float32"
 [local]
@@ -48,6 +44,7 @@ name = "west"
 batch_size = 1
 speed = 0.5
 """
+)
 STEP_TOKENS = (3 + 1) * 16  # of both islands together
 DILOCO = ("sync.algorithm=diloco", "sync.period_steps=4")
 FEDAVG = (

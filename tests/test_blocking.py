@@ -15,7 +15,7 @@ from tasks.living import Life
 from tasks.runs import Run
 from tasks.segments import Stretch
 from tests import runs
-from tests.test_living import Merging
+from tests.test_living import Merging, mergings
 from tests.test_sending import created, require_sound, wait_for
 
 ISLANDS = """
@@ -102,17 +102,7 @@ def island() -> Iterator[Callable[[Run, str], Island]]:
         one._thread.join(30)
 
 
-@pytest.fixture
-def merging() -> Iterator[Callable[[Run], Merging]]:
-    started: list[Merging] = []
-
-    def start(run: Run) -> Merging:
-        started.append(Merging(run))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+merging = pytest.fixture(mergings)
 
 
 def heads(run: Run) -> list[int]:

@@ -78,8 +78,8 @@ def alive() -> Iterator[Callable[..., Life]]:
         life.close()
 
 
-@pytest.fixture
-def merging() -> Iterator[Callable[[Run], Merging]]:
+def mergings() -> Iterator[Callable[[Run], Merging]]:
+    """Give what starts a synchronizer, and close all that it has started: a fixture's body."""
     started: list[Merging] = []
 
     def start(run: Run) -> Merging:
@@ -89,6 +89,9 @@ def merging() -> Iterator[Callable[[Run], Merging]]:
     yield start
     for one in started:
         one.close()
+
+
+merging = pytest.fixture(mergings)
 
 
 Begin = Callable[..., Life]

@@ -506,17 +506,13 @@ def test_a_copy_lost_on_its_way_does_not_block_a_streaming_run(tmp_path: Path, s
 
 
 # East and west fill the inbox for 40 steps; then the third, which the quorum waits for, dies in its second step.
-PENT_UP = """
+PENT_UP = (
+    """
 total_tokens = 30_000
 durable = false
-[model]
-width = 16
-num_layers = 1
-num_heads = 2
-context = 16
-[data]
-eval_bytes = 512
-[sync]
+"""
+    + runs.MODEL
+    + """[sync]
 num_fragments = 4
 period_steps = 24
 min_learners = 3
@@ -534,6 +530,7 @@ name = "late"
 batch_size = 2
 start_steps = 40.0
 """
+)
 
 
 def _merges(driver: Driver) -> list[tuple[float, str]]:

@@ -149,15 +149,16 @@ def test_a_cancelled_island_stays_away_while_others_train(run: Run) -> None:
     assert len(all_of(run)) == 3
 
 
-def test_where_all_wait_for_each_other_a_cancelled_island_stops_the_run_unless_it_is_set_apart(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("algorithm", "outlook"), [("decoupled", "goes on"), ("streaming", "stopped")]
+)
+def test_a_cancelled_island_stops_the_run_only_where_all_wait_for_each_other(
+    tmp_path: Path, algorithm: str, outlook: str
 ) -> None:
-    run = runs.start(runs.tiny_config(tmp_path, "sync.algorithm=streaming")).run
-    apart = replace(run, config=run.config.model_copy(update={"quarantine": ("east",)}))
-    for one, outlook in ((apart, "goes on"), (run, "stopped")):
-        supervisor = Supervisor(one, LOG)
-        supervisor._replace("east", Post("", RunState("CANCELLED")))
-        assert supervisor.outlook() == outlook
+    run = runs.start(runs.tiny_config(tmp_path, f"sync.algorithm={algorithm}")).run
+    supervisor = Supervisor(run, LOG)
+    supervisor._replace("east", Post("", RunState("CANCELLED")))
+    assert supervisor.outlook() == outlook
 
 
 @pytest.mark.slow
