@@ -1,4 +1,4 @@
-"""Who looks after a run: a numbered log in which the newest `train` counts, and how often one died for nothing. No torch.
+"""Who looks after a run: a numbered log in which the newest `train` counts. No torch.
 
 Knows `trainers/`; must not know what a trainer does, nor Prefect: a flow run is a text here.
 """
