@@ -66,7 +66,9 @@ class Reviver:
         missing = [run for run in unfinished if not _is_at_work(run)]
         self.missing_since = {run.id: self.missing_since.get(run.id, now) for run in missing}
         for run in missing:
-            if now - self.missing_since[run.id] >= patience_seconds:
+            # Between the word of whoever serves it and its process lie calls to a server that may be slow.
+            patience = patience_seconds * (4 if run.state.kind == "PENDING" else 1)
+            if now - self.missing_since[run.id] >= patience:
                 state = _end_of(run)
                 deployments.set_state(run.id, state)
                 self.say(f"{run.name}: {state.kind.lower()}, {state.message}")

@@ -288,10 +288,11 @@ def test_a_serve_process_outlives_an_outage_of_prefects(monkeypatch: pytest.Monk
 
     async def nobody() -> None:
         async with PrefectClient(NOBODY) as client:
-            poller = ScheduledRunPoller.__new__(ScheduledRunPoller)
-            poller.stopping, poller._client, poller._prefetch_seconds = False, client, 0.0
-            poller._deployment_registry = DeploymentRegistry()
-            poller._runs_task_group = None
+            rest = "limit_manager resolve_starter runs_task_group storage_objs process_manager state_proposer"
+            rest += " hook_runner cancellation_manager get_attempt_conclusion"
+            parts: dict[str, Any] = dict.fromkeys(rest.split())  # not reached without an answer
+            parts |= {"client": client, "deployment_registry": DeploymentRegistry()}
+            poller = ScheduledRunPoller(query_seconds=1, prefetch_seconds=0, **parts)
             await poller._get_and_submit_flow_runs()
 
     with pytest.raises(httpx.ConnectError):
