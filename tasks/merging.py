@@ -200,8 +200,9 @@ class Synchronizer:
             )
             for offer in offers
         ]
+        weights, chunk = [entry.weight for entry in consumed], self.run.chunk_of(view.layout)
         try:
-            delta = self._fold(view, offers, [entry.weight for entry in consumed])
+            delta = fold_contributions(self.run.store, view.layout, offers, weights, chunk)
         except DamagedObject as exc:
             # The round starts again without it: perhaps there is no quorum any more.
             view.note_damage(exc.name)
@@ -217,13 +218,6 @@ class Synchronizer:
             return False  # somebody else made this version; the next look finds it
         view.note_merge(commit, digest, members, now=now)
         return True
-
-    def _fold(self, view: View, offers: list[Contribution], weights: list[float]) -> Vector:
-        chunk = self.run.chunk_of(view.layout)
-        try:
-            return fold_contributions(self.run.store, view.layout, offers, weights, chunk)
-        except DamagedObject:
-            return fold_contributions(self.run.store, view.layout, offers, weights, chunk)
 
     def _commit(
         self, view: View, consumed: list[Consumed], refused: list[Verdict], delta: Vector

@@ -22,7 +22,6 @@ from islands.contributions import (
     running_median,
 )
 from islands.retention import collectable
-from islands.sealing import unseal
 from islands.types import DamagedObject, Manifest, manifest_from_json
 from islands.versions import Commit, commit_from_json, snapshot_from_json
 from tasks import records
@@ -82,10 +81,9 @@ def _read_headers(evidence: Evidence) -> None:
         if name.startswith("payloads/"):
             continue
         try:
-            data = evidence.run.store.read(name)
-            if data is None:
-                raise DamagedObject(name, "is missing")
-            evidence.bodies[name], evidence.digests[name] = unseal(name, data)
+            evidence.bodies[name], evidence.digests[name] = records.require(
+                evidence.run.store, name
+            )
         except DamagedObject as exc:
             evidence.found.note(name, exc.problem)
 
