@@ -8,7 +8,7 @@ two of it: a version is one create-only commit.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -23,7 +23,7 @@ from islands.contributions import (
     running_median,
 )
 from islands.fragments import period_of_fastest
-from islands.merging import Vector
+from islands.merging import Folded, Vector
 from islands.quorum import Wait, decide
 from islands.types import DamagedObject, VersionTaken
 from islands.versions import Commit, Snapshot
@@ -199,14 +199,16 @@ class Synchronizer:
             for offer in offers
         ]
         try:
-            delta = self._fold(view, offers, [entry.weight for entry in consumed])
+            folded = self._fold(view, offers, [entry.weight for entry in consumed])
         except DamagedObject as exc:
             # The round starts again without it: perhaps there is no quorum any more.
             view.note_damage(exc.name)
             if len(offers) == 1:
                 self._advise(view, view.refusals(lineage))
             return False
-        commit = self._commit(view, consumed, view.refusals(lineage), delta)
+        pairs = zip(consumed, folded.cosines, strict=True)
+        compared = [replace(entry, cosine=cosine) for entry, cosine in pairs]
+        commit = self._commit(view, compared, view.refusals(lineage), folded.delta)
         try:
             digest = records.write(
                 self.run.store, names.version(commit.fragment, commit.version), commit.to_json()
@@ -216,7 +218,7 @@ class Synchronizer:
         view.note_merge(commit, digest, members, now=now)
         return True
 
-    def _fold(self, view: View, offers: list[Contribution], weights: list[float]) -> Vector:
+    def _fold(self, view: View, offers: list[Contribution], weights: list[float]) -> Folded:
         chunk = self.run.chunk_of(view.layout)
         try:
             return fold_contributions(self.run.store, view.layout, offers, weights, chunk)
