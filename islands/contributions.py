@@ -146,7 +146,7 @@ class Tally:
 class Consumed:
     """A merged contribution as its version remembers it: enough to check it, and to replay the merge.
 
-    `cosine`: of its delta to the others' in this merge, see `islands/merging.py`; None where there is nothing to compare.
+    `cosine`: of its delta to the others of this merge, see `islands/merging.py`; None where none is to be had.
     """
 
     name: str
