@@ -16,6 +16,7 @@ from infra.deployments import RunState
 from islands.config import RunConfig
 from islands.types import IslandsError, ServiceUnavailable
 from tasks import reporting, supervising
+from tasks.health import Doctor
 from tasks.reporting import Status
 from tasks.runs import Run, open_run
 
@@ -60,11 +61,12 @@ def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunS
     Asked to stop, it asks the run to, and waits for that.
     """
     stop_by: float | None = None
-    run, seen = None, None
+    run, seen, doctor = None, None, None
     while True:
         run = run or _find(started)
         if run is not None:
-            seen = _look(run, seen)
+            doctor = doctor or Doctor(run)
+            seen = _look(run, seen, doctor)
             if seen is not None:
                 look(seen)
             if is_stopped() and stop_by is None:
@@ -99,9 +101,9 @@ def _find(started: Started) -> Run | None:
         return None  # not there yet, or the store does not answer for a moment
 
 
-def _look(run: Run, before: Status | None) -> Status | None:
+def _look(run: Run, before: Status | None, doctor: Doctor) -> Status | None:
     try:
-        return reporting.status(run, before)
+        return reporting.status(run, before, doctor)
     except IslandsError:
         return before  # its creation is under way, or the store does not answer for a moment
 

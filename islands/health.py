@@ -52,10 +52,15 @@ class Finding:
         return self.kind if self.island is None else f"{self.kind} {self.island}"
 
     @property
+    def meaning(self) -> str:
+        """What its value is."""
+        return MEANINGS[self.kind]
+
+    @property
     def text(self) -> str:
         """One line: what is wrong, by how much, and what to do."""
         return (
-            f"{self.key}: {self.value:.3g} {MEANINGS[self.kind]} (limit {self.threshold:.3g}); "
+            f"{self.key}: {self.value:.3g} {self.meaning} (limit {self.threshold:.3g}); "
             f"{self.remedy}"
         )
 
@@ -196,8 +201,8 @@ def _of_island(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iter
         knob, remedy = _set_apart(name, setting)
         yield Finding("weak", name, own.norm_ratio, 1 / limits.max_norm_ratio, knob, remedy)
     most = largest_share(limits, len(setting.members))
-    if own.weight_share > most:
-        knob, remedy = _lighten(name, own, setting)
+    if own.weight_share is not None and own.weight_share > most:
+        knob, remedy = _lighten(name, own.weight_share, setting)
         yield Finding("dominant", name, own.weight_share, most, knob, remedy)
 
 
@@ -247,10 +252,10 @@ def _set_apart(name: str, setting: Setting) -> tuple[str, str]:
     return "sync.min_learners", f"set it apart: {fewer}, then {apart}"
 
 
-def _lighten(name: str, own: Vitals, setting: Setting) -> tuple[str, str]:
+def _lighten(name: str, weight_share: float, setting: Setting) -> tuple[str, str]:
     batch_size = setting.members[name].batch_size
     if batch_size > 1:
         knob = f"islands.{name}.batch_size"
         return knob, f"make its steps smaller: {_adjust(setting, f'{knob}={batch_size // 2}')}"
-    raised = f"{min(1.0, own.weight_share * 1.1):.2g}"
+    raised = f"{min(1.0, 1.1 * weight_share):.2g}"
     return "health.max_share", f"if that is meant: {_adjust(setting, f'health.max_share={raised}')}"

@@ -195,7 +195,7 @@ class HealthConfig(Section):
     """Limits beyond which a run is said to be unwell. They are for people: no merge depends on one."""
 
     max_staleness: float = Field(
-        default=1.5,
+        default=1.0,
         ge=0,
         le=1_000_000,
         description="Mean versions that an island's merged work may lie behind.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from infra.store import Store
 from islands import health, vitals
@@ -34,13 +34,15 @@ class Trail:
         if commit.version > known:
             row.append(commit)
 
-    def refresh(self) -> None:
-        """Go on to the newest versions."""
+    def newest(self) -> list[Commit]:
+        """Return the newest version of every fragment, as the store has it now."""
         known = [row[-1].version if row else 0 for row in self.rows]
         if not any(known):
             known = records.known_versions(self._store, len(self.rows))
-        for fragment, version in enumerate(known):
-            self.take(records.find_head(self._store, fragment, version)[0])
+        return [
+            records.find_head(self._store, fragment, version)[0]
+            for fragment, version in enumerate(known)
+        ]
 
 
 class Doctor:
@@ -49,18 +51,23 @@ class Doctor:
     def __init__(self, run: Run) -> None:
         self._trail = Trail(run.store, len(run.layouts))
 
-    def look(self, run: Run) -> tuple[Finding, ...]:
+    def look(self, run: Run, heads: Iterable[Commit] = ()) -> tuple[Finding, ...]:
         """Return what is wrong with the run, under the settings it has now.
+
+        Args:
+            run: the same one, perhaps opened later.
+            heads: the newest version of every fragment; they are looked for unless given.
 
         Raises:
             StoreUnavailable, DamagedObject: the store did not answer, or a commit in it is damaged.
         """
-        self._trail.refresh()
+        for head in heads or self._trail.newest():
+            self._trail.take(head)
         limits = Limits(**run.config.health.model_dump())
         return health.find(self._trail.rows, limits, setting_of(run))
 
 
-class Points:
+class WindowPoints:
     """Makes the points of the windows that versions close: the same ones whoever makes them, and wherever it begins."""
 
     def __init__(self, run: Run) -> None:
