@@ -96,7 +96,7 @@ class Setting:
     """What a run is set to, as far as a remedy depends on it.
 
     `rate_key`, `learning_rate`: of the optimizer whose steps all follow. `least`: islands that must stay outside
-    quarantine. `blocks`: learners wait for one another.
+    quarantine. `blocks`: learners wait for one another. `is_over`: all have left, so nobody is missed.
     """
 
     run_id: str
@@ -108,6 +108,7 @@ class Setting:
     grace_fraction: float
     rate_key: str
     learning_rate: float
+    is_over: bool = False
 
 
 def find(window: Window, limits: Limits, setting: Setting) -> tuple[Finding, ...]:
@@ -127,7 +128,7 @@ def find(window: Window, limits: Limits, setting: Setting) -> tuple[Finding, ...
         own = vitals.islands.get(name)
         if own is None:
             continue  # it has not begun
-        if own.missed >= limits.max_missed_merges:
+        if own.missed >= limits.max_missed_merges and not setting.is_over:
             found.append(_silent(name, own, limits, setting))
         elif own.num_merged >= enough:
             found += [*_of_island(name, own, limits, setting), *_drift(name, own, limits, setting)]
@@ -214,7 +215,8 @@ def _drift(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iterator
     if own.norm_drift is not None and not 1 / most <= own.norm_drift <= most:
         limit = most if own.norm_drift > 1 else 1 / most
         yield Finding("drifting", name, own.norm_drift, limit, knob, remedy)
-    if own.cosine is not None and own.cosine < limits.min_cosine:
+    # By more than chance: one batch's gradient, as data-parallel learners send, points anywhere.
+    if own.cosine is not None and own.cosine + 2 * own.cosine_error < limits.min_cosine:
         yield Finding("opposed", name, own.cosine, limits.min_cosine, knob, remedy)
     if own.loss_gap is not None and abs(own.loss_gap) > limits.max_loss_gap:
         yield Finding("apart", name, abs(own.loss_gap), limits.max_loss_gap, knob, remedy)

@@ -3,17 +3,18 @@
 Knows commits; must not know a limit, a store or a clock. `islands/health.py` says which numbers are too high or low.
 
 A number is taken over a window: the last `WINDOW` versions of each fragment. Islands are compared with the others of
-the same merge, so that whatever all of them go through (warm-up, a falling rate) cancels out. An island is there from
-the first version of the window in which it counted to the last one: who starts late or leaves early is missed by nobody.
+the same merge, so that whatever all of them go through (warm-up, a falling rate) cancels out. An island is *there* from
+the first version of the window in which it counted to the last: who starts late or leaves early is missed by nobody.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from islands.contributions import Consumed, Tally
 from islands.metrics import RUN, Point, island_part, merged_tokens, points_at, pushed_at, trained_at
@@ -37,7 +38,7 @@ class Vitals:
         weight_share: its part of the merges' weight, mean over those made while others were there.
         norm_ratio: norm per step over the median of the others', median over its merges.
         norm_drift: `norm_ratio` of the newest third of its merges over that of the rest.
-        cosine: mean of its contributions'.
+        cosine: mean of its contributions'; `cosine_error`: the standard error of that mean, infinite for a single one.
         loss_gap: its training loss over the median of the others', less 1, in the newer half of the window.
     """
 
@@ -50,6 +51,7 @@ class Vitals:
     norm_ratio: float | None
     norm_drift: float | None
     cosine: float | None
+    cosine_error: float
     loss_gap: float | None
 
 
@@ -127,6 +129,7 @@ def _vitals(
         norm_ratio=median(every) if every else None,
         norm_drift=median(newer) / median(older) if older and newer else None,
         cosine=fmean(cosines) if cosines else None,
+        cosine_error=stdev(cosines) / math.sqrt(len(cosines)) if len(cosines) > 1 else math.inf,
         loss_gap=losses[name] / median(others) - 1 if others and name in losses else None,
     )
 
@@ -164,8 +167,9 @@ def _tally(commit: Commit, name: str) -> Tally:
 
 def _there(row: Sequence[Commit]) -> list[set[str]]:
     """Return, per version, the islands that counted both in it or before, and in it or later."""
-    so_far = [*accumulate(({e.learner for e in commit.consumed} for commit in row), set.union)]
-    to_come = [*accumulate(({e.learner for e in c.consumed} for c in reversed(row)), set.union)]
+    counted = [{entry.learner for entry in commit.consumed} for commit in row]
+    so_far = [*accumulate(counted, operator.or_)]
+    to_come = [*accumulate(reversed(counted), operator.or_)]
     return [before & after for before, after in zip(so_far, reversed(to_come), strict=True)]
 
 

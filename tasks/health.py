@@ -102,4 +102,5 @@ def setting_of(run: Run) -> Setting:
         grace_fraction=config.sync.grace_fraction,
         rate_key=f"{rate_key}.learning_rate",
         learning_rate=getattr(config, rate_key).learning_rate,
+        is_over=names <= gone,
     )
