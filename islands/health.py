@@ -20,7 +20,7 @@ from islands.vitals import WINDOW, RunVitals, Vitals, Window, examine
 # What a finding's value is, by its kind.
 MEANINGS: Mapping[str, str] = {
     "stale": "versions behind when its work is merged",
-    "silent": "versions since it last counted",
+    "silent": "versions since it last counted, or periods without",
     "late": "share of its merged work that came at least one version late",
     "small": "of the tokens that its speed lets expect",
     "weak": "times the others' length of update per step",
@@ -84,11 +84,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An island that counts: it has not left, nor is it in quarantine. `rate`: expected tokens beside the others'."""
+    """An island that may count: it has not left, nor is it in quarantine.
+
+    `rate`: expected tokens beside the others'. `num_periods`: how many it has trained, of one that has never counted.
+    """
 
     rate: float
     speed: float
     batch_size: int
+    num_periods: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +125,15 @@ def find(window: Window, limits: Limits, setting: Setting) -> tuple[Finding, ...
         return ()
     rates = {name: member.rate for name, member in setting.members.items()}
     vitals = examine(window, rates)
-    # An island is judged by what it did in at least a quarter of the merges.
-    enough = WINDOW * len(window) // 4
+    # An island is judged by what it did in at least an eighth of the merges.
+    enough = max(2, WINDOW * len(window) // 8)
     found = [*_of_run(vitals, limits, setting)]
-    for name in setting.members:
+    for name, member in setting.members.items():
         own = vitals.islands.get(name)
-        if own is None:
-            continue  # it has not begun
-        if own.missed >= limits.max_missed_merges and not setting.is_over:
-            found.append(_silent(name, own, limits, setting))
-        elif own.num_merged >= enough:
+        missed = member.num_periods if own is None else own.missed
+        if missed >= limits.max_missed_merges and not setting.is_over:
+            found.append(_silent(name, missed, limits, setting))
+        elif own is not None and own.num_merged >= enough:
             found += [*_of_island(name, own, limits, setting), *_drift(name, own, limits, setting)]
     kinds = [*MEANINGS]
     return tuple(sorted(found, key=lambda one: (kinds.index(one.kind), one.island or "")))
@@ -171,12 +174,12 @@ def _of_run(vitals: RunVitals, limits: Limits, setting: Setting) -> Iterator[Fin
         )
 
 
-def _silent(name: str, own: Vitals, limits: Limits, setting: Setting) -> Finding:
+def _silent(name: str, missed: int, limits: Limits, setting: Setting) -> Finding:
     knob, remedy = _set_apart(name, setting)
     return Finding(
         "silent",
         name,
-        own.missed,
+        missed,
         limits.max_missed_merges,
         knob,
         f"unless `diloco status {setting.run_id}` shows it coming back, {remedy}",

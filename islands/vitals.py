@@ -22,6 +22,8 @@ from islands.versions import Commit
 
 # Versions of a fragment that are looked back on; the figures' staleness is a mean over as many.
 WINDOW = 12
+# A learner tells the running mean of its loss over some twenty steps: before a few times that it is of its beginning.
+SETTLED_STEPS = 60
 Window = Sequence[Sequence[Commit]]
 
 
@@ -60,7 +62,7 @@ class RunVitals:
     """A run over a window.
 
     Attributes:
-        islands: of each that ever counted, or was refused.
+        islands: of each that ever counted.
         participation: mean share of the islands that were there which a merge had.
         lost_share: of the tokens offered in the window, those that were passed over: late, refused or superseded.
         loss_rise: training loss of the newer half over the older half, less 1; the median island's.
@@ -79,9 +81,7 @@ def examine(window: Window, rates: Mapping[str, float]) -> RunVitals:
         window: per fragment its newest versions but version 0, oldest first; at least one of some fragment.
         rates: island -> expected tokens beside the others'; those without one are compared in no tokens.
     """
-    known = sorted(
-        {name for row in window for name, t in row[-1].tallies.items() if t.merges or t.refused}
-    )
+    known = sorted({name for row in window for name, t in row[-1].tallies.items() if t.merges})
     parts = [
         len(commit.consumed) / len(there)
         for row in window
@@ -200,7 +200,8 @@ def _losses(window: Window, name: str) -> tuple[float, float]:
     for row in window:
         middle = row[0].version + len(row) // 2
         for commit, entry in _own(row, name):
-            if loss := entry.telemetry.loss:
+            loss = entry.telemetry.loss
+            if loss and entry.stop.step >= SETTLED_STEPS:
                 (newer if commit.version >= middle else older).append(loss)
     return (fmean(older) if older else 0.0, fmean(newer) if newer else 0.0)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from infra.store import Store
 from islands import health, vitals
 from islands.health import Finding, Limits, Member, Setting
 from islands.metrics import Point
 from islands.versions import Commit
-from tasks import records
+from tasks import history, records
 from tasks.runs import Run
 
 
@@ -64,7 +64,9 @@ class Doctor:
         for head in heads or self._trail.newest():
             self._trail.take(head)
         limits = Limits(**run.config.health.model_dump())
-        return health.find(self._trail.rows, limits, setting_of(run))
+        newest = [row[-1].tallies for row in self._trail.rows if row]
+        counted = {name for tallies in newest for name, tally in tallies.items() if tally.merges}
+        return health.find(self._trail.rows, limits, setting_of(run, counted))
 
 
 class WindowPoints:
@@ -81,17 +83,26 @@ class WindowPoints:
         yield from vitals.window_points(self._trail.rows[commit.fragment], heads)
 
 
-def setting_of(run: Run) -> Setting:
-    """Return what remedies depend on. Of a run that all have left, the islands that would count in it."""
-    config = run.config
-    apart, gone = set(config.quarantine), records.departed(run.store)
-    names = {island.name for island in config.islands} - apart
+def setting_of(run: Run, counted: Collection[str]) -> Setting:
+    """Return who may count, and what remedies depend on; of a run that all have left, those who counted to the end.
+
+    Args:
+        run: under the settings it has now.
+        counted: the islands of which something was merged.
+    """
+    config, gone = run.config, records.departed(run.store)
+    names = {island.name for island in config.islands} - set(config.quarantine)
     counting = names - gone or names
     rate_key = "inner" if config.sync.sends_gradients else "outer"
     return Setting(
         run_id=run.run_id,
         members={
-            island.name: Member(config.rates[island.name], island.speed, island.batch_size)
+            island.name: Member(
+                config.rates[island.name],
+                island.speed,
+                island.batch_size,
+                0 if island.name in counted else _num_periods(run, island.name),
+            )
             for island in config.islands
             if island.name in counting
         },
@@ -104,3 +115,9 @@ def setting_of(run: Run) -> Setting:
         learning_rate=getattr(config, rate_key).learning_rate,
         is_over=names <= gone,
     )
+
+
+def _num_periods(run: Run, name: str) -> int:
+    """Return how many periods of the fastest island, the longest in steps, an island has trained by its newest record."""
+    link = history.last_link(run, name)
+    return 0 if link is None else link.position.step // run.config.sync.period_steps
