@@ -1,6 +1,6 @@
 """The operator's four questions, and the drift alarm: vitals and limits in, findings out.
 
-    how stale is each island                         stale, silent
+    how stale is each island                         stale, silent, starved
     does one keep sending weak or late updates       late, small, weak
     is the quorum too permissive                     permissive, wasteful
     do fast islands dominate                         dominant
@@ -20,7 +20,8 @@ from islands.vitals import WINDOW, RunVitals, Vitals, Window, examine
 # What a finding's value is, by its kind.
 MEANINGS: Mapping[str, str] = {
     "stale": "versions behind when its work is merged",
-    "silent": "versions since it last counted, or periods without",
+    "silent": "versions since it last counted",
+    "starved": "periods trained since it last counted",
     "late": "share of its merged work that came at least one version late",
     "small": "of the tokens that its speed lets expect",
     "weak": "times the others' length of update per step",
@@ -86,7 +87,8 @@ class Limits:
 class Member:
     """An island that may count: it has not left, nor is it in quarantine.
 
-    `rate`: expected tokens beside the others'. `num_periods`: how many it has trained, of one that has never counted.
+    `rate`: expected tokens beside the others'. `num_periods`: of one that counted in no version of the window, how many
+    it has trained since it last did.
     """
 
     rate: float
@@ -124,16 +126,22 @@ def find(window: Window, limits: Limits, setting: Setting) -> tuple[Finding, ...
     if min((len(row) for row in window), default=0) < WINDOW or not setting.members:
         return ()
     rates = {name: member.rate for name, member in setting.members.items()}
-    vitals = examine(window, rates)
+    most = limits.max_missed_merges
+    starved = [name for name, member in setting.members.items() if member.num_periods >= most]
+    vitals = examine(window, rates, starved)
     # An island is judged by what it did in at least an eighth of the merges.
     enough = max(2, WINDOW * len(window) // 8)
     found = [*_of_run(vitals, limits, setting)]
     for name, member in setting.members.items():
         own = vitals.islands.get(name)
-        missed = member.num_periods if own is None else own.missed
-        if missed >= limits.max_missed_merges and not setting.is_over:
-            found.append(_silent(name, missed, limits, setting))
-        elif own is not None and own.num_merged >= enough:
+        if name in starved:
+            knob, remedy = _wait_for_more(setting)
+            found.append(Finding("starved", name, member.num_periods, most, knob, remedy))
+        elif own is None:
+            continue  # it has hardly begun
+        elif own.missed >= most and not setting.is_over:
+            found.append(_silent(name, own.missed, limits, setting))
+        elif own.num_merged >= enough:
             found += [*_of_island(name, own, limits, setting), *_drift(name, own, limits, setting)]
     kinds = [*MEANINGS]
     return tuple(sorted(found, key=lambda one: (kinds.index(one.kind), one.island or "")))
@@ -148,17 +156,10 @@ def largest_share(limits: Limits, num_islands: int) -> float:
 
 
 def _of_run(vitals: RunVitals, limits: Limits, setting: Setting) -> Iterator[Finding]:
-    num_members = len(setting.members)
-    if vitals.participation < limits.min_participation and setting.quorum < num_members:
-        wanted = min(num_members, max(setting.quorum + 1, -(-3 * num_members // 4)))
-        yield Finding(
-            "permissive",
-            None,
-            vitals.participation,
-            limits.min_participation,
-            "sync.min_learners",
-            f"let a merge wait for more: {_adjust(setting, f'sync.min_learners={wanted}')}",
-        )
+    least = limits.min_participation
+    if vitals.participation < least and setting.quorum < len(setting.members):
+        knob, remedy = _wait_for_more(setting)
+        yield Finding("permissive", None, vitals.participation, least, knob, remedy)
     if vitals.lost_share > limits.max_lost_share:
         knob, remedy = _wait_longer(setting)
         yield Finding("wasteful", None, vitals.lost_share, limits.max_lost_share, knob, remedy)
@@ -230,6 +231,15 @@ def _drift(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iterator
 
 def _adjust(setting: Setting, assignment: str) -> str:
     return f"`diloco adjust {setting.run_id} --set {assignment}`"
+
+
+def _wait_for_more(setting: Setting) -> tuple[str, str]:
+    num_members = len(setting.members)
+    if setting.quorum >= num_members:
+        return _wait_longer(setting)
+    wanted = min(num_members, max(setting.quorum + 1, -(-3 * num_members // 4)))
+    more = _adjust(setting, f"sync.min_learners={wanted}")
+    return "sync.min_learners", f"let a merge wait for more islands: {more}"
 
 
 def _wait_longer(setting: Setting) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median, stdev
@@ -74,16 +74,17 @@ class RunVitals:
     loss_rise: float | None
 
 
-def examine(window: Window, rates: Mapping[str, float]) -> RunVitals:
+def examine(window: Window, rates: Mapping[str, float], starved: Collection[str] = ()) -> RunVitals:
     """Return the vitals of a run.
 
     Args:
         window: per fragment its newest versions but version 0, oldest first; at least one of some fragment.
         rates: island -> expected tokens beside the others'; those without one are compared in no tokens.
+        starved: islands that train all along and count in no version; they are there too.
     """
     known = sorted({name for row in window for name, t in row[-1].tallies.items() if t.merges})
     parts = [
-        len(commit.consumed) / len(there)
+        len(commit.consumed) / len(there.union(starved))
         for row in window
         for commit, there in zip(row, _there(row), strict=True)
     ]

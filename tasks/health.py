@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from infra.store import Store
 from islands import health, vitals
+from islands.contributions import Tally
 from islands.health import Finding, Limits, Member, Setting
 from islands.metrics import Point
 from islands.versions import Commit
+from islands.vitals import Window
 from tasks import history, records
 from tasks.runs import Run
 
@@ -64,9 +66,8 @@ class Doctor:
         for head in heads or self._trail.newest():
             self._trail.take(head)
         limits = Limits(**run.config.health.model_dump())
-        newest = [row[-1].tallies for row in self._trail.rows if row]
-        counted = {name for tallies in newest for name, tally in tallies.items() if tally.merges}
-        return health.find(self._trail.rows, limits, setting_of(run, counted))
+        rows = [[*row] for row in self._trail.rows]
+        return health.find(rows, limits, setting_of(run, rows))
 
 
 class WindowPoints:
@@ -83,12 +84,12 @@ class WindowPoints:
         yield from vitals.window_points(self._trail.rows[commit.fragment], heads)
 
 
-def setting_of(run: Run, counted: Collection[str]) -> Setting:
+def setting_of(run: Run, window: Window) -> Setting:
     """Return who may count, and what remedies depend on; of a run that all have left, those who counted to the end.
 
     Args:
         run: under the settings it has now.
-        counted: the islands of which something was merged.
+        window: its newest versions, as in `vitals.examine`.
     """
     config, gone = run.config, records.departed(run.store)
     names = {island.name for island in config.islands} - set(config.quarantine)
@@ -101,7 +102,7 @@ def setting_of(run: Run, counted: Collection[str]) -> Setting:
                 config.rates[island.name],
                 island.speed,
                 island.batch_size,
-                0 if island.name in counted else _num_periods(run, island.name),
+                0 if names <= gone else _num_periods(run, island.name, window),
             )
             for island in config.islands
             if island.name in counting
@@ -117,7 +118,16 @@ def setting_of(run: Run, counted: Collection[str]) -> Setting:
     )
 
 
-def _num_periods(run: Run, name: str) -> int:
-    """Return how many periods of the fastest island, the longest in steps, an island has trained by its newest record."""
+def _num_periods(run: Run, name: str, window: Window) -> int:
+    """Return how many periods an island has trained since it last counted; 0 if it counted in the window.
+
+    Of the fastest island's periods, which are the longest in steps.
+    """
+    if any(entry.learner == name for row in window for commit in row for entry in commit.consumed):
+        return 0
     link = history.last_link(run, name)
-    return 0 if link is None else link.position.step // run.config.sync.period_steps
+    if link is None:
+        return 0
+    tallies = [row[-1].tallies.get(name, Tally()) for row in window if row]
+    counted_to = max((tally.consumed_to.step for tally in tallies), default=0)
+    return (link.position.step - counted_to) // run.config.sync.period_steps
