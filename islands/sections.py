@@ -195,7 +195,7 @@ class HealthConfig(Section):
     """Limits beyond which a run is said to be unwell. They are for people: no merge depends on one."""
 
     max_staleness: float = Field(
-        default=1.5,
+        default=1.0,
         ge=0,
         le=1_000_000,
         description="Mean versions that an island's merged work may lie behind.",
@@ -240,7 +240,7 @@ class HealthConfig(Section):
         description="Least mean cosine of an island's updates to the others'.",
     )
     max_loss_gap: float = Field(
-        default=0.25,
+        default=0.5,
         gt=0,
         le=1_000_000,
         description="Most by which an island's training loss may differ from the others', as a share of theirs.",

@@ -19,7 +19,9 @@ from infra.events import unique_key
 from islands.steering import changes_between
 from islands.types import DamagedObject, ServiceUnavailable, StoreUnavailable
 from tasks import history, records, stopping, trainers
+from tasks.alarm import Alarm
 from tasks.collecting import collect
+from tasks.health import Doctor
 from tasks.merging import Synchronizer
 from tasks.records import new_attempt
 from tasks.ringing import Bell, Ring
@@ -61,6 +63,7 @@ class Supervisor:
     collected_at: float = 0.0
     bell: Bell | None = None
     rung: str = ""
+    alarm: Alarm | None = None
 
     def tick(self) -> None:
         """Look once at everything. What does not answer is looked at again next time."""
@@ -68,6 +71,7 @@ class Supervisor:
         self._try(self._steer)
         self._try(self._watch_islands)
         self._try(partial(self._watch_quorum, now))
+        self._try(partial(self._watch_health, now))
         if now - self.collected_at >= _COLLECT_SECONDS:
             self.collected_at = now
             self._try(partial(collect, self.run))
@@ -227,6 +231,10 @@ class Supervisor:
         self.rung = ring.key
         self.log.warning("a quorum has waited too long: a synchronizer is started (%s)", ring.key)
         start_synchronizer(self.run, ring)
+
+    def _watch_health(self, now: float) -> None:
+        self.alarm = self.alarm or Alarm(Doctor(self.run), self.log)
+        self.alarm.look(self.run, now=now)
 
 
 def tag_of(run: Run) -> str:
