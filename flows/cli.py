@@ -233,6 +233,8 @@ for command in (
     cli_running.stop,
     cli_steering.adjust,
     cli_steering.quarantine,
+    cli_steering.join,
+    cli_steering.leave,
 ):
     app.command(command)
 

@@ -312,6 +312,22 @@ class IslandConfig(Section):
         le=100,
         description="Expected speed beside the others: if decoupled, its share of the tokens; and the local clock.",
     )
+    tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=LARGEST_INTEGER,
+        description="Tokens it trains; absent: its part, by speed and batch, of what those leave that have a number.",
+    )
+    joined_at: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the run that was trained when it joined: its learning rate begins there.",
+    )
+    spare: bool = Field(
+        default=False,
+        description="Whether it only waits: `train` starts it when another leaves with its share untrained.",
+    )
     start_steps: float = Field(
         default=0.0, ge=0, le=1_000_000, description="Base steps after which the island starts."
     )
