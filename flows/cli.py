@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows import cli_bench, cli_running, cli_steering, screen
+from flows import cli_bench, cli_chaos, cli_running, cli_steering, screen
 from flows.cli_options import (
     ConfigFile,
     HtmlFile,
@@ -235,6 +235,7 @@ for command in (
     cli_steering.quarantine,
     cli_steering.join,
     cli_steering.leave,
+    cli_chaos.chaos,
 ):
     app.command(command)
 
