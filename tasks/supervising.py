@@ -82,7 +82,8 @@ class Supervisor:
         for post in self.posts.values():
             if not post.state.is_over:
                 post.state = deployments.state_of(post.flow_run)
-        return all(post.state.is_over for post in self.posts.values())
+        states = [post.state for post in self.posts.values()]
+        return all(state.is_over and not state.is_silent for state in states)
 
     def outlook(self) -> str:
         """Return how it stands.

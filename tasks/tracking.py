@@ -72,8 +72,7 @@ def follow(
         run: an open run.
         uri, experiment: where to log to.
         is_over: says that no more will come; asked several times a second.
-        ending: what the run ended with, asked when it is over: "FINISHED", "FAILED" or "KILLED"; empty where somebody
-            else goes on with it.
+        ending: what it ended with, asked when it is over: "FINISHED", "FAILED", "KILLED"; "" if it goes on elsewhere.
         say: is told once that MLflow is away, and once that it is back.
     """
     try:

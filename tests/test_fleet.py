@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,30 @@ def test_worker_island_flow_and_synchronizer_may_each_be_killed_and_only_time_is
     assert found["merged_share"] > 0.3
 
 
+def test_a_train_that_is_killed_comes_back_by_itself_and_a_second_one_relieves_it(
+    services: Fleet,
+) -> None:
+    first = services.begin("led", 1_500_000)
+    wait_until(lambda: services.versions("led") >= 2, 90)
+    process = services.process_of(first)
+    assert process is not None
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: len(_trainers(services, "led")) == 2, 60)
+    done = services.diloco("resume", "led", timeout=200)  # beside the one that lives
+    assert done.returncode == 0, done.stderr
+    killed, relieved, last = _trainers(services, "led")
+    assert services.wait_for(relieved, seconds=30) == "COMPLETED"
+    assert (services.state(killed), services.state(last)) == ("CRASHED", "COMPLETED")
+    assert len(services.flow_runs("west of led")) == 1  # taken over twice, never started twice
+    services.verify("led")
+
+
+def _trainers(services: Fleet, run: str) -> list[str]:
+    """Return the flow runs of `train` that have looked after a run, in order."""
+    found = sorted((services.folder / "runs" / run / "trainers").glob("*.json"))
+    return [str(json.loads(path.read_text())["body"]["flow_run"]) for path in found]
+
+
 def test_a_cancelled_run_is_saved_within_thirty_seconds_and_goes_on(services: Fleet) -> None:
     train = services.begin("halted", 4_000_000)
     wait_until(lambda: services.versions("halted") >= 4, 90)
@@ -185,6 +210,47 @@ def test_a_form_that_breaks_a_rule_is_refused_and_nothing_is_created(services: F
 def _synchronizers(services: Fleet, run: str) -> list[str]:
     found = services.flow_runs(f"synchronize {run}")
     return [r["id"] for r in found if r["state_type"] in ("RUNNING", "PENDING")]
+
+
+def test_what_is_served_comes_back_after_the_process_that_serves_and_prefect_are_killed(
+    services: Fleet,
+) -> None:
+    services.begin("shaken", 400_000_000)
+    wait_until(lambda: services.versions("shaken") >= 2, 90)
+    _kill(services, b"flows.serving")
+    wait_until(lambda: len(_trainers(services, "shaken")) == 2, 120)
+    wait_until(lambda: services.learner("shaken", "west")[0] == 1, 60)
+    seen = services.versions("shaken")
+    wait_until(lambda: services.versions("shaken") > seen, 60)
+    _kill(services, b"prefect")
+    seen = services.versions("shaken")
+    wait_until(lambda: services.versions("shaken") > seen, 60)
+    wait_until(lambda: _answers(services), 60)
+    assert len(_trainers(services, "shaken")) == 2  # nobody needed it to train on
+    assert services.learner("shaken", "west")[0] == 1
+    done = services.diloco("stop", "shaken")
+    assert done.returncode == 0, done.stderr
+    services.verify("shaken")
+
+
+def _kill(services: Fleet, module: bytes) -> None:
+    """Kill a service's own process, not its guard."""
+    start = b"\0-m\0" + module + b"\0"
+    (process,) = [
+        pid
+        for pid in processes()
+        if is_of(pid, services.folder)
+        and start in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(process, signal.SIGKILL)
+
+
+def _answers(services: Fleet) -> bool:
+    try:
+        return bool(services.flow_runs(""))
+    except OSError:
+        return False
 
 
 def test_services_whose_starter_is_killed_go_with_all_they_started(services: Fleet) -> None:
