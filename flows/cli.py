@@ -236,6 +236,8 @@ for command in (
     cli_running.stop,
     cli_steering.adjust,
     cli_steering.quarantine,
+    cli_steering.join,
+    cli_steering.leave,
     cli_chaos.chaos,
 ):
     app.command(command)

@@ -60,7 +60,7 @@ def chaos(
                 f"chaos must be told --plan FILE or --seed N, one of them, got {what}; give one"
             )
         opened = require_unfinished(open_named(run, store))
-        islands = [island.name for island in opened.config.islands]
+        islands = [island.name for island in opened.config.members]
         if plan is not None:
             planned = plan_from_toml(_read(plan), islands, source=str(plan))
         else:

@@ -211,7 +211,7 @@ def _record(run: Run, strike: Strike) -> None:
 
 def _is_over(run: Run) -> bool:
     """Say whether the end has come or is about to, and may be listing what there is."""
-    islands = {island.name for island in run.config.islands}
+    islands = {island.name for island in run.config.members}
     return run.store.read(names.FINISHED) is not None or islands <= records.departed(run.store)
 
 

@@ -92,7 +92,7 @@ def setting_of(run: Run, window: Window) -> Setting:
         window: its newest versions, as in `vitals.examine`.
     """
     config, gone = run.config, records.departed(run.store)
-    names = {island.name for island in config.islands} - set(config.quarantine)
+    names = {island.name for island in config.members} - set(config.quarantine)
     counting = names - gone or names
     rate_key = "inner" if config.sync.sends_gradients else "outer"
     return Setting(
@@ -104,7 +104,7 @@ def setting_of(run: Run, window: Window) -> Setting:
                 island.batch_size,
                 0 if names <= gone else _num_periods(run, island.name, window),
             )
-            for island in config.islands
+            for island in config.members
             if island.name in counting
         },
         quorum=config.quorum,

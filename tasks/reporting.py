@@ -28,7 +28,7 @@ class IslandStatus:
 
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
     most versions its bases lie behind the heads; `state`: "waiting", "training", "quarantined" (it trains,
-    and does not count) or "left". `tokens_per_second`: while
+    and does not count), "spare" (it waits for another to leave) or "left". `tokens_per_second`: while
     it trains, as last merged, 0 while unknown. `replaced_copies`, `replaced_tokens`: copies dropped unsent for newer
     ones, and their tokens, over all fragments. `bytes_up`, `bytes_down`: payload bytes it has pushed and fetched, over
     all its incarnations. `last_seen`: stamp on the newest thing it wrote, by its own clock:
@@ -203,6 +203,8 @@ def _island(
 def _state(run: Run, name: str, has_left: bool, has_begun: bool) -> str:
     if has_left:
         return "left"
+    if run.island(name).spare:
+        return "spare"
     if name in run.config.quarantine:
         return "quarantined"
     return "training" if has_begun else "waiting"
@@ -222,7 +224,7 @@ def _fragment(run: Run, head: Commit, gone: frozenset[str], is_finished: bool) -
     ]
     if is_finished:
         pending = []
-    counting = {island.name for island in run.config.islands} - gone - set(run.config.quarantine)
+    counting = {island.name for island in run.config.members} - gone - set(run.config.quarantine)
     return FragmentStatus(
         layout.index,
         layout.size,

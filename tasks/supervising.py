@@ -18,7 +18,7 @@ from infra.deployments import RunState
 from infra.events import unique_key
 from islands.steering import changes_between
 from islands.types import DamagedObject, ServiceUnavailable, StoreUnavailable
-from tasks import history, records, stopping, trainers
+from tasks import history, joining, records, stopping, trainers
 from tasks.alarm import Alarm
 from tasks.collecting import collect
 from tasks.health import Doctor
@@ -64,6 +64,7 @@ class Supervisor:
     bell: Bell | None = None
     rung: str = ""
     alarm: Alarm | None = None
+    settled: tuple[frozenset[str], int] = (frozenset(), 0)
 
     def tick(self) -> None:
         """Look once at everything. What does not answer is looked at again next time."""
@@ -97,12 +98,20 @@ class Supervisor:
         try:
             if trainers.count(self.run) > self.trainer + 1:
                 return "superseded"
-            if {i.name for i in self.run.config.islands} <= records.departed(self.run.store):
+            if self._have_all_left():
                 return "left"
             return "stopped" if stopping.is_asked(self.run) else "goes on"
         except (StoreUnavailable, DamagedObject) as exc:
             self.log.warning("%s", exc)
             return "goes on"
+
+    def _have_all_left(self) -> bool:
+        """Say whether every island has left; by then spares have taken the place of those that left early."""
+        departed = records.departed(self.run.store)
+        if self.settled != (departed, self.run.num_changes):
+            self._take_over(joining.settle(self.run))
+            self.settled = (departed, self.run.num_changes)
+        return {i.name for i in self.run.config.members} <= departed
 
     # --- the parts of a tick ---
 
@@ -116,15 +125,18 @@ class Supervisor:
 
     def _steer(self) -> None:
         """Take over changed settings."""
-        before, self.run = self.run, refreshed(self.run)
-        if changes := changes_between(before.config, self.run.config):
-            self.log.info("settings changed: %s", ", ".join(map(str, changes)))
+        self._take_over(refreshed(self.run))
         if self.bell is not None:
             self.bell.steer(self.run)
 
+    def _take_over(self, run: Run) -> None:
+        before, self.run = self.run, run
+        if changes := changes_between(before.config, run.config):
+            self.log.info("settings changed: %s", ", ".join(map(str, changes)))
+
     def _watch_islands(self) -> None:
         departed = records.departed(self.run.store)
-        for island in self.run.config.islands:
+        for island in self.run.config.members:
             if island.name in departed:
                 continue
             post = self.posts.get(island.name)
@@ -189,16 +201,19 @@ class Supervisor:
         """Start an island's flow again, with a limit.
 
         A cancelled one stays away while others train. When nobody does, or all would wait for it, the run stops: it can
-        go on later, with all.
+        go on later, with all. One that was asked to leave does not come back for its farewell.
         """
+        link = history.last_link(self.run, island)
+        trained = 0 if link is None else link.trained
+        if post.state.kind == "CANCELLED" and self.run.own_tokens(island) <= trained:
+            self._write_off(island, "was cancelled, and has trained its share")
+            return
         if post.state.kind == "CANCELLED":
-            others = {i.name for i in self.run.config.islands} - {island}
+            others = {i.name for i in self.run.config.members} - {island}
             is_awaited = self.run.config.sync.blocks
             if is_awaited or others <= records.departed(self.run.store) | self._cancelled():
                 ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else can go on")
             return
-        link = history.last_link(self.run, island)
-        trained = 0 if link is None else link.trained
         if trained > post.seen_trained:
             post.num_restarts, post.seen_trained = 0, trained
         if post.num_restarts >= self.run.config.pipeline.max_restarts:

@@ -170,7 +170,8 @@ class RunTracker:
         sent = 0
         try:
             before, self.run = self.run, refreshed(self.run)
-            self._described = self._described if self.run is before else ""  # other settings hold
+            if self.run is not before:  # other settings; who joined has no run of its own yet
+                self._described, self._session = "", None
             session = self._session = self._session or self._open()
             while points := self._next(session):
                 self._send(session, points)
@@ -252,7 +253,7 @@ class RunTracker:
         """Find or create the runs, and where the cursor stands."""
         parent = self._find(RUN, self.run.run_id, None)
         parts = {RUN: parent, SYNCHRONIZER: self._find(SYNCHRONIZER, "synchronizer", parent.run_id)}
-        for island in self.run.config.islands:
+        for island in self.run.config.members:
             part = metrics.island_part(island.name)
             parts[part] = self._find(part, island.name, parent.run_id)
         if self._is_live and self.run.store.read(names.FINISHED) is None:
@@ -284,7 +285,7 @@ class RunTracker:
             "seed": config.seed,
             "codec": config.sync.codec,
             "codec_down": config.sync.codec_down,
-            "islands": len(config.islands),
+            "islands": len(config.members),
             "quorum": config.quorum,
             "git_sha": git_commit(),
             "origin": self.run.facts.get("origin", {}).get("spec"),
@@ -292,7 +293,7 @@ class RunTracker:
         }
         tags = {f"diloco.{key}": str(fact) for key, fact in facts.items() if fact is not None}
         self._tracker.set_tags(parts[RUN], tags)
-        for island in config.islands:
+        for island in config.members:
             child = parts[metrics.island_part(island.name)]
             self._tracker.set_tags(child, {"diloco.region": island.region})
         self._tracker.log_text(parent, to_toml(config), "config.toml")
@@ -307,7 +308,7 @@ class Figures:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._commits = CommitReader(run, [0] * len(run.layouts))
-        self._samples: dict[str, list[Sample]] = {island.name: [] for island in run.config.islands}
+        self._samples: dict[str, list[Sample]] = {island.name: [] for island in run.config.members}
 
     def draw(self) -> dict[str, bytes]:
         """Return file name -> PNG image, as the store stands now."""
