@@ -200,7 +200,9 @@ def _open_memory(rest: str) -> ObjectStore:
     name, _, folder = rest.partition("/")
     with _shared_memory_lock:
         handle = _shared_memory.setdefault(name, MemoryStore()) if name else MemoryStore()
-    return ObjectStore(handle, handle, f"memory://{name}", _check_url_folder(f"memory://{rest}", folder))
+    return ObjectStore(
+        handle, handle, f"memory://{name}", _check_url_folder(f"memory://{rest}", folder)
+    )
 
 
 def _open_cloud(scheme: str, rest: str) -> ObjectStore:
