@@ -299,6 +299,12 @@ class PipelineConfig(Section):
         le=100_000,
         description="Periods an idle synchronizer waits for work, at least ten seconds, before it ends.",
     )
+    store_patience_seconds: float = Field(
+        default=600.0,
+        ge=1,
+        le=604_800,
+        description="How long a store that does not answer is asked before a learner, or the run, gives up.",
+    )
 
 
 class ClusterConfig(Section):

@@ -275,10 +275,12 @@ def test_an_outage_is_told_and_survived(tmp_path: Path, opened: Opened) -> None:
     go_on(driver, max(heads(driver.run).values()) + 1)
     post.weather.down = ("",)
     receiver = post.open()
-    wait_for(lambda: len(post.told) >= 2)
+    wait_for(lambda: post.weather.num_failures >= 3)
     assert post.versions() == {}
     post.weather.down = ()
     wait_for(lambda: post.versions() == heads(driver.run))
+    wait_for(lambda: len(post.told) == 2)  # of its beginning and of its end, however often it asked
+    assert [message["level"] for message in post.told] == ["warning", "info"]
     assert receiver.reason is None
 
 
@@ -406,7 +408,7 @@ def test_close_does_not_wait_out_a_pause(tmp_path: Path, opened: Opened) -> None
     _, receiver, post = waiting(tmp_path, opened)
     receiver.poll_seconds = 60.0
     post.weather.down = ("",)
-    wait_for(lambda: len(post.told) >= 2)
+    wait_for(lambda: post.weather.num_failures >= 2)
     begun = time.monotonic()
     receiver.close()
     assert time.monotonic() - begun < 0.4
