@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.processes import command_line
+from infra.processes import with_variable as processes_with
+
 ROOT = Path(__file__).resolve().parent.parent
 # Some ten milliseconds a step and some seconds a run: long enough to break something in it.
 FLEET = """
@@ -82,6 +85,13 @@ class Fleet:
         assert done.returncode == 0, done.stderr
         return str(json.loads(done.stdout)["flow_run"])
 
+    def start(self, flow: str, parameters: dict[str, Any], name: str) -> str:
+        """Start a run of a deployment, as its form does, and return the flow run."""
+        found = self.post("/deployments/filter", {})
+        deployment = next(d for d in found if d["entrypoint"].startswith(f"flows.{flow}"))
+        body = {"parameters": parameters, "name": name}
+        return str(self.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"])
+
     def status(self, run: str) -> dict[str, Any]:
         done = self.diloco("status", run, "--json")
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
@@ -116,9 +126,14 @@ class Fleet:
         folder = self.folder / "runs" / run / "evaluations" / "held-out"
         return {path.name: path.read_bytes() for path in folder.glob("*.json")}
 
-    def flow_runs(self, prefix: str, *, with_scheduled: bool = False) -> list[dict[str, Any]]:
-        """Return the flow runs whose name begins so, oldest first."""
-        found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC", "limit": 200})
+    def flow_runs(
+        self, prefix: str, *, with_scheduled: bool = False, having: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return the flow runs whose name begins so, and has another part too, oldest first."""
+        wanted: dict[str, Any] = {"sort": "EXPECTED_START_TIME_ASC", "limit": 200}
+        if having or prefix:
+            wanted["flow_runs"] = {"name": {"like_": having or prefix}}
+        found = self.post("/flow_runs/filter", wanted)
         return [
             run
             for run in found
@@ -138,14 +153,8 @@ class Fleet:
 
     def process_of(self, flow_run: str) -> int | None:
         """Return the process that executes a flow run."""
-        wanted = f"PREFECT__FLOW_RUN_ID={flow_run}".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes()
-                if wanted in variables and b"prefect.engine" in command:
-                    return int(folder.name)
-        return None
+        found = processes_with("PREFECT__FLOW_RUN_ID", flow_run)
+        return next((pid for pid in found if "prefect.engine" in command_line(pid)), None)
 
     def learner(self, run: str, island: str) -> tuple[int, int]:
         """Return (incarnation, process) of an island's newest learner; (-1, 0) before the first."""
