@@ -71,7 +71,8 @@ def follow(
         run: an open run.
         uri, experiment: where to log to.
         is_over: says that no more will come; asked several times a second.
-        ending: what the run ended with, asked when it is over: "FINISHED", "FAILED" or "KILLED".
+        ending: what the run ended with, asked when it is over: "FINISHED", "FAILED" or "KILLED"; empty where somebody
+            else goes on with it.
         say: is told once that MLflow is away, and once that it is back.
     """
     try:
@@ -103,7 +104,8 @@ def follow(
         tracker.deadline = time.monotonic() + FINAL_SECONDS
         follower.pass_once()
         follower.draw()
-        follower.end(ending())
+        if status := ending():
+            follower.end(status)
     except IslandsError as exc:
         say(str(exc))
     if follower.is_behind:

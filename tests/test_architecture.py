@@ -53,7 +53,7 @@ VENDORS_OF_ISLANDS = {
 PREFECT_FILES = (
     "flows/*.py",
     "tasks/*.py",
-    *(f"infra/{name}.py" for name in ("events", "services", "deployments")),
+    *(f"infra/{name}.py" for name in ("automations", "events", "services", "deployments")),
 )
 VENDOR_FILES = {
     "cyclopts": ("flows/cli*.py",),
