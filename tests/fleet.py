@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,8 +109,7 @@ class Fleet:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read() or b"null")
+        return json.loads(_patient(request) or b"null")
 
     def ask_mlflow(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask MLflow's API."""
@@ -142,8 +142,7 @@ class Fleet:
         ]
 
     def state(self, flow_run: str) -> str:
-        with urllib.request.urlopen(f"{self.api}/flow_runs/{flow_run}", timeout=30) as answer:
-            return str(json.loads(answer.read())["state_type"])
+        return str(json.loads(_patient(f"{self.api}/flow_runs/{flow_run}"))["state_type"])
 
     def wait_for(self, flow_run: str, *, seconds: float = 200) -> str:
         """Wait for the end of a flow run and return its state."""
@@ -193,6 +192,23 @@ def fleet(folder: Path) -> Iterator[Fleet]:
         process.wait(timeout=100)
         left = [pid for pid in processes() if is_of(pid, folder)]
         assert left == [], [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+
+
+def _patient(request: urllib.request.Request | str) -> bytes:
+    """Return the answer of Prefect's API, which is asked again while it is too busy, or away for a moment."""
+    ends = time.monotonic() + 90
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as exc:
+            if exc.code != 503 or time.monotonic() > ends:
+                raise
+            exc.close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+        time.sleep(1)
 
 
 def processes() -> list[int]:

@@ -24,7 +24,7 @@ ISLANDS = ("west", "east")
 TOKENS = 300_000
 TOKENS_PER_STEP = 8 * 32
 # A service that dies needs to be started again, and what watches for silence acts within 100 s.
-PATIENCE_SECONDS = 150.0
+PATIENCE_SECONDS = 300.0
 Claim = Callable[[], object]
 
 
@@ -200,7 +200,7 @@ class Scene:
 
     # --- its end ---
 
-    def finish(self, *, replays: bool = False, seconds: float = 200) -> str:
+    def finish(self, *, replays: bool = False, seconds: float = 400) -> str:
         """Let the run end, demand that nothing is left or lost, and return its ledger in words."""
         wait_until(self.has_finished, seconds)
         wait_until(lambda: not self.leftovers(), 60)

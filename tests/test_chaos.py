@@ -23,7 +23,7 @@ from tests.fleet import Fleet, fleet
 from tests.runs import write_text
 from tests.scenes import PATIENCE_SECONDS, TOKENS, TOKENS_PER_STEP, Claim, Scene
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 # Runs side by side: more of them would wait for the cores instead of for each other's timers.
 LANES = 3
 # First pushes come seconds after the start: room for a fault before the first merge.
