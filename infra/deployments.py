@@ -42,7 +42,7 @@ from infra import automations
 from islands.types import ConfigError, ServiceUnavailable
 
 NAME = "diloco"
-FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark")
+FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark", "chaos")
 # A serve process starts five flow runs at most unless told otherwise: no room for a synchronizer beside four islands.
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)

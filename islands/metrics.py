@@ -18,7 +18,7 @@ Keys:
                   contribution), run/train_loss (bits per token, mean over the merged contributions by tokens; each is a
                   running mean already), comm/bytes_per_merged_token_up, comm/bytes_per_merged_token_down (payload bytes
                   of all islands, merged or not, up to each one's last merged contribution); eval/bits_per_byte,
-                  eval/bigram
+                  eval/bigram; chaos/faults (that have struck on purpose, so far)
     synchronizer  sync/version_f<p>, sync/quorum (contributions merged), sync/merged_tokens (by this version),
                   sync/refused (contributions refused in it), sync/staleness_mean, sync/median_norm,
                   sync/merge_interval_seconds (since the fragment's version before), sync/refused_<reason> (so far, over
@@ -38,12 +38,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from islands.chaos import Strike
 from islands.contributions import Consumed, Tally
 from islands.traffic import per_merged_token
 from islands.versions import Commit
 
 RUN = "run"
 SYNCHRONIZER = "synchronizer"
+FAULTS = "chaos/faults"
 BITS_PER_NAT = 1 / math.log(2)
 # A time beyond this (the year 5138) is no time: a learner may write anything.
 LATEST_STAMP = 1e11
@@ -143,6 +145,11 @@ def evaluation_points(evaluation: Evaluation) -> Iterator[Point]:
         ("eval/bigram", evaluation.bigram),
     ):
         yield Point(RUN, key, value, evaluation.merged_tokens, evaluation.at)
+
+
+def strike_point(number: int, strike: Strike) -> Point:
+    """Return the point of the strike with a number, counted from 0."""
+    return Point(RUN, FAULTS, number + 1.0, strike.merged_tokens, strike.at)
 
 
 def samples_of(commit: Commit, heads: Sequence[Commit]) -> Iterator[Sample]:

@@ -5,6 +5,7 @@ Knows names and record types; must not know how a record is made or judged. No t
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from infra.arrays import ArrayReader
 from infra.store import Store
 from islands import names
+from islands.chaos import FOLDER, Strike, strike_from_json
 from islands.codecs import Encoded, coded_length, codes_change, decode, wire_codec
 from islands.contributions import Contribution, contribution_from_json
 from islands.ledger import LearnerRecord
@@ -150,6 +152,16 @@ def look_at_learners(store: Store) -> tuple[dict[str, int], frozenset[str]]:
         elif last == "left.json":
             gone.add(learner)
     return newest, frozenset(gone)
+
+
+def read_strikes(store: Store) -> list[Strike]:
+    """Return the faults that struck on purpose, in the order of their records; a damaged one is left to `verify`."""
+    strikes = []
+    for number in sorted(numbers_in(store, FOLDER)):
+        name = names.numbered(FOLDER, number)
+        with contextlib.suppress(DamagedObject):
+            strikes.append(parsed(name, strike_from_json, require(store, name)[0]))
+    return strikes
 
 
 def newest_incarnations(store: Store) -> dict[str, int]:

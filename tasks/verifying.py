@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from infra.arrays import check_payload
 from infra.store import open_store
-from islands import names
+from islands import chaos, names
 from islands.contributions import (
     Consumed,
     Contribution,
@@ -31,7 +31,7 @@ from tasks.collecting import find_heads, live_names, retention_facts
 from tasks.evidence import Evidence, Verification
 from tasks.runs import as_most_forgiving, open_run
 
-_COUNTED = ("synchronizers", "trainers", "changes", "stops")
+_COUNTED = ("synchronizers", "trainers", "changes", "stops", chaos.FOLDER)
 
 
 def verify(store_url: str, run_id: str) -> Verification:
@@ -93,6 +93,7 @@ def _read_headers(evidence: Evidence) -> None:
 def _check_payloads(evidence: Evidence) -> None:
     """Check every byte behind every header that must still have its payload; name what belongs to nothing."""
     accounted: set[str] = set(evidence.dead)
+    spoiled = _spoiled(evidence)
     for name, body in evidence.bodies.items():
         value = records.payload_of(name, body)
         if value is None:
@@ -101,17 +102,28 @@ def _check_payloads(evidence: Evidence) -> None:
         if manifest is None or not _needs_payload(evidence, name):
             continue
         accounted |= {f"{manifest.folder}/{item.name}" for item in manifest.objects}
-        _check_payload(evidence, manifest)
+        _check_payload(evidence, manifest, spoiled)
     for name in sorted(evidence.present - accounted):
         if name.startswith("payloads/") and not _is_attempt(evidence, name):
             evidence.found.note(name, "belongs to no record")
 
 
-def _check_payload(evidence: Evidence, manifest: Manifest) -> None:
+def _check_payload(evidence: Evidence, manifest: Manifest, spoiled: frozenset[str]) -> None:
     try:
         check_payload(evidence.run.store, manifest)
     except DamagedObject as exc:
-        evidence.found.note(exc.name, exc.problem)
+        if exc.name not in spoiled:
+            evidence.found.note(exc.name, exc.problem)
+
+
+def _spoiled(evidence: Evidence) -> frozenset[str]:
+    """Return the objects that were damaged on purpose, as the records of that say."""
+    strikes = (
+        evidence.parsed(name, chaos.strike_from_json, body)
+        for name, body in evidence.bodies.items()
+        if name.startswith(f"{chaos.FOLDER}/")
+    )
+    return frozenset(s.spoiled for s in strikes if s is not None and s.spoiled is not None)
 
 
 def _needs_payload(evidence: Evidence, header: str) -> bool:

@@ -30,7 +30,15 @@ Sources = Mapping[str, str]
 Checker = Callable[[Sources], list[str]]
 
 MAY_IMPORT = {
-    "flows": ("flows", "tasks", "islands.config", "islands.sections", "islands.types", "infra"),
+    "flows": (
+        "flows",
+        "tasks",
+        "islands.chaos",
+        "islands.config",
+        "islands.sections",
+        "islands.types",
+        "infra",
+    ),
     "tasks": ("tasks", "infra", "islands"),
     "infra": ("infra", "islands.types"),
     "islands": ("islands",),
