@@ -14,12 +14,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.processes import command_line
+from infra.processes import command_line, descendants, parent
 from infra.processes import with_variable as processes_with
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +91,7 @@ class Fleet:
         """Start a run of a deployment, as its form does, and return the flow run."""
         found = self.post("/deployments/filter", {})
         deployment = next(d for d in found if d["entrypoint"].startswith(f"flows.{flow}"))
-        body = {"parameters": parameters, "name": name}
+        body = {"parameters": parameters, "name": name, "idempotency_key": uuid.uuid4().hex}
         return str(self.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"])
 
     def status(self, run: str) -> dict[str, Any]:
@@ -154,6 +155,24 @@ class Fleet:
         """Return the process that executes a flow run."""
         found = processes_with("PREFECT__FLOW_RUN_ID", flow_run)
         return next((pid for pid in found if "prefect.engine" in command_line(pid)), None)
+
+    def processes(self) -> list[int]:
+        """Return all that was started with this fleet's home, at whatever remove."""
+        return [pid for pid in processes() if is_of(pid, self.folder)]
+
+    def service(self, command: str) -> list[int]:
+        """Return the process of a service and what descends from it, without its guard; empty while it is away."""
+        found = [pid for pid in self.processes() if command in command_line(pid)]
+        guards = [pid for pid in found if "guard.py" in command_line(pid)]
+        own = next((pid for pid in found if parent(pid) in guards), None)
+        return [] if own is None else [own, *descendants(own)]
+
+    def is_well(self, name: str) -> bool:
+        """Say whether Prefect or MLflow answers."""
+        url = f"{self.api}/health" if name == "Prefect" else f"{self.mlflow}/health"
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
 
     def learner(self, run: str, island: str) -> tuple[int, int]:
         """Return (incarnation, process) of an island's newest learner; (-1, 0) before the first."""

@@ -43,7 +43,8 @@ class Row:
 class Scene:
     """A run from its beginning to its audit. One thread.
 
-    `happened`: the fault in words. `since`: when it was over, on the monotonic clock. `ends`: what the case started.
+    `happened`: the fault in words. `since`: when it was over, on the monotonic clock. `ends`: what the case started;
+    `far`: a cluster elsewhere, if it has one.
     """
 
     services: Fleet
@@ -52,6 +53,8 @@ class Scene:
     happened: str = ""
     since: float = 0.0
     ends: ExitStack = field(default_factory=ExitStack)
+    far: Any = None
+    tokens: int = TOKENS
 
     # --- the run ---
 
@@ -60,6 +63,7 @@ class Scene:
         config = tomllib.loads(FLEET.format(tokens=TOKENS))
         config["data"]["source"] = f"{self.services.folder}/text"
         config["store"] = self.services.store
+        self.tokens = settings.get("total_tokens", TOKENS)
         named = settings.get("islands", {})
         config["islands"] = [{"name": name, **named.get(name, {})} for name in self.islands]
         for section, values in settings.items():
@@ -67,6 +71,12 @@ class Scene:
                 is_section = isinstance(values, dict)
                 config[section] = {**config.get(section, {}), **values} if is_section else values
         self.services.start("train", {"config": config, "run": self.run}, f"train {self.run}")
+
+    def resume(self) -> None:
+        """Start `train` for the run once more."""
+        config = {"store": self.services.store}
+        parameters = {"config": config, "run": self.run, "resume": True}
+        self.services.start("train", parameters, f"train {self.run}")
 
     def until(self, claim: Claim, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for a claim about the run, which must not end before."""
@@ -106,6 +116,10 @@ class Scene:
     def learner(self, island: str) -> tuple[int, dict[str, Any]]:
         """Return an island's newest incarnation and where it runs; (-1, {}) before the first."""
         return self._newest(f"learners/{island}")
+
+    def trainer(self) -> tuple[int, dict[str, Any]]:
+        """Return the newest trainer's number and where it runs."""
+        return self._newest("trainers")
 
     def synchronizer(self) -> tuple[int, dict[str, Any]]:
         """Return the newest synchronizer's number and where it runs; (-1, {}) before the first."""
@@ -209,7 +223,7 @@ class Scene:
         done = self.services.diloco("verify", self.run, "--json", *options, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = json.loads(done.stdout)["rows"]
-        assert sum(row["trained"] for row in rows) >= TOKENS * len(self.commits())
+        assert sum(row["trained"] for row in rows) >= self.tokens * len(self.commits())
         lost = sum(abs(row["imbalance"]) for row in rows)
         double = sum(_num_overlaps(commits) for commits in self.commits().values())
         assert (lost, double) == (0, 0), rows

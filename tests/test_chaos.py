@@ -7,9 +7,7 @@ what all runs share have the fleet for themselves. `pytest -m chaos` runs them a
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from infra import processes
+from tests import strikes
 from tests.fleet import Fleet, fleet
 from tests.runs import write_text
-from tests.scenes import PATIENCE_SECONDS, TOKENS, TOKENS_PER_STEP, Claim, Scene
+from tests.scenes import PATIENCE_SECONDS, TOKENS_PER_STEP, Claim, Scene
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 # Runs side by side: more of them would wait for the cores instead of for each other's timers.
@@ -29,7 +27,6 @@ LANES = 3
 # First pushes come seconds after the start: room for a fault before the first merge.
 SLOW = {"sync": {"period_steps": 400}}
 KEEPS_ALL = {"retention": "all"}
-KILL, STOP, GO_ON = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 
 
 # --- moments ---
@@ -44,111 +41,18 @@ def mid_run(scene: Scene) -> None:
 
 
 def at_the_end(scene: Scene) -> None:
-    """Nine tenths of west's share are merged."""
-    steps = TOKENS // TOKENS_PER_STEP // len(scene.islands)
+    """Of west's share 85 % are merged."""
+    steps = scene.tokens // TOKENS_PER_STEP // len(scene.islands)
     scene.until(lambda: scene.merged_to("west")[1] >= 0.85 * steps)
 
 
-# --- faults that hurt one run; each strikes and returns what recovery is ---
-
-
-def worker_killed(scene: Scene) -> Claim:
-    back = scene.is_back("west")
-    process = scene.signal(scene.learner("west")[1], KILL)
-    scene.struck(f"SIGKILL to west's worker {process}")
-    return back
-
-
-def worker_paused(scene: Scene) -> Claim:
-    where = scene.learner("west")[1]
-    scene.signal(where, STOP)
-    time.sleep(6)
-    further = scene.goes_on("west")
-    scene.signal(where, GO_ON)
-    scene.struck("west's worker stood still for 6 s, and trained on")
-    return further
-
-
-def island_flow_killed(scene: Scene) -> Claim:
-    back, learner = scene.is_back("west"), scene.learner("west")[1]
-    process = scene.signal(scene.process_of("west"), KILL)
-    scene.struck(f"SIGKILL to west's flow {process}; its worker ended with it")
-    scene.until(lambda: processes.find(learner) is None, 20)
-    return back
-
-
-def cluster_killed(scene: Scene) -> Claim:
-    back, flow = scene.is_back("west"), scene.process_of("west")
-    family = [*processes.descendants(flow), flow]
-    for process in family:
-        os.kill(process, KILL)
-    scene.struck(f"SIGKILL to all {len(family)} processes of west at once")
-    return back
-
-
-def all_islands_killed(scene: Scene) -> Claim:
-    claims = [scene.is_back(island) for island in scene.islands]
-    flows = [scene.process_of(island) for island in scene.islands]
-    family = [process for flow in flows for process in (*processes.descendants(flow), flow)]
-    for process in family:
-        os.kill(process, KILL)
-    scene.struck(f"SIGKILL to all {len(family)} processes of both islands at once")
-    return lambda: all(claim() for claim in claims)
-
-
-def zombie_learner(scene: Scene) -> Claim:
-    """Its flow is replaced while it sleeps; it wakes up beside its successor and tries to go on."""
-    back, zombie = scene.is_back("west"), scene.learner("west")[1]
-    scene.signal(zombie, STOP)
-    scene.signal(scene.process_of("west"), KILL)
-    scene.until(lambda: scene.learner("west")[0] == 1)
-    scene.signal(zombie, GO_ON)
-    scene.struck("west's learner slept while its successor began, and woke up beside it")
-    return back
-
-
-def synchronizer_killed_pending(scene: Scene) -> Claim:
-    """Nothing is pushed any more: what was there already must bring the next one."""
-    process = scene.process_of("synchronize")
-    learners = [scene.learner(island)[1] for island in scene.islands]
-    for learner in filter(None, learners):
-        scene.signal(learner, STOP)
-    scene.signal(process, KILL)
-    try:
-        assert scene.versions() == 0, "the process was too quick to be killed in time"
-        scene.struck(f"SIGKILL to the synchronizer's process {process} before its flow ran")
-        scene.until(lambda: scene.versions() > 0)
-    finally:
-        for learner in filter(None, learners):
-            scene.signal(learner, GO_ON)
-    return scene.merges_again()
-
-
-def synchronizer_killed(scene: Scene) -> Claim:
-    again, process = scene.merges_again(), scene.catch_in_mid_merge()
-    scene.signal(process, KILL)
-    scene.struck(f"SIGKILL to synchronizer {process} between a version's payload and its commit")
-    return again
-
-
-def synchronizer_paused(scene: Scene) -> Claim:
-    """Another one takes over and makes the same version; then the first wakes up and tries to commit its own."""
-    again, process = scene.merges_again(), scene.catch_in_mid_merge()
-    scene.struck("a synchronizer slept in mid-merge while another took over, then woke up")
-    scene.until(again)
-    taken_over = scene.versions()
-    scene.signal(process, GO_ON)
-    return lambda: processes.of(process) is None and scene.versions() > taken_over
-
-
-def train_killed(scene: Scene) -> Claim:
-    further, process = scene.goes_on("west"), scene.process_of("train")
-    scene.signal(process, KILL)
-    scene.struck(f"SIGKILL to train's process {process}")
-    return further
-
-
 # --- the matrix ---
+
+Settings = dict[str, Any]
+
+
+def of_west(**cluster: int) -> Settings:
+    return {"islands": {"west": {"cluster": cluster}}}
 
 
 @dataclass(frozen=True)
@@ -158,7 +62,7 @@ class Case:
     fault: str
     strike: Callable[[Scene], Claim]
     moment: Callable[[Scene], None] = mid_run
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Settings | Callable[[Scene], Settings] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -177,25 +81,46 @@ class Case:
 
 
 EARLY, LATE = before_the_first_merge, at_the_end
+# Long enough for a service to be away and back.
+LONG = {"total_tokens": 1_000_000}
 SIDE_BY_SIDE = (
-    Case("worker killed", worker_killed, EARLY, SLOW),
-    Case("worker killed", worker_killed, settings=KEEPS_ALL),
-    Case("worker killed", worker_killed, LATE),
-    Case("worker paused", worker_paused),
-    Case("island flow killed", island_flow_killed, EARLY, SLOW),
-    Case("island flow killed", island_flow_killed),
-    Case("island flow killed", island_flow_killed, LATE),
-    Case("cluster killed", cluster_killed),
-    Case("all islands killed", all_islands_killed, EARLY, SLOW),
-    Case("all islands killed", all_islands_killed),
-    Case("zombie learner", zombie_learner),
-    Case("synchronizer killed pending", synchronizer_killed_pending, EARLY),
-    Case("synchronizer killed", synchronizer_killed, EARLY),
-    Case("synchronizer killed", synchronizer_killed, settings=KEEPS_ALL),
-    Case("synchronizer killed", synchronizer_killed, LATE),
-    Case("synchronizer paused", synchronizer_paused, settings=KEEPS_ALL),
+    Case("worker killed", strikes.worker_killed, EARLY, SLOW),
+    Case("worker killed", strikes.worker_killed, settings=KEEPS_ALL),
+    Case("worker killed", strikes.worker_killed, LATE),
+    Case("worker killed, one to spare", strikes.worker_killed, settings=of_west(spares=1)),
+    Case("worker told to end", strikes.worker_told_to_end),
+    Case("worker paused", strikes.worker_paused),
+    Case("worker holds its interpreter", strikes.interpreter_held),
+    Case("worker exceeds its memory", strikes.memory_exceeded, settings=of_west(memory_mb=800)),
+    Case("nanny killed", strikes.nanny_killed, settings=strikes.at_a_far_cluster),
+    Case("far cluster killed", strikes.far_cluster_killed, settings=strikes.at_a_far_cluster),
+    Case("cluster and flow killed", strikes.cluster_killed),
+    Case("island flow killed", strikes.island_flow_killed, EARLY, SLOW),
+    Case("island flow killed", strikes.island_flow_killed),
+    Case("island flow killed", strikes.island_flow_killed, LATE),
+    Case("all islands killed", strikes.all_islands_killed, EARLY, SLOW),
+    Case("all islands killed", strikes.all_islands_killed, settings=KEEPS_ALL),
+    Case("zombie learner", strikes.zombie_learner),
+    Case("synchronizer killed pending", strikes.synchronizer_killed_pending, EARLY),
+    Case("synchronizer killed", strikes.synchronizer_killed, EARLY),
+    Case("synchronizer killed", strikes.synchronizer_killed, settings=KEEPS_ALL),
+    Case("synchronizer killed", strikes.synchronizer_killed, LATE),
+    Case("synchronizer paused", strikes.synchronizer_paused, settings=KEEPS_ALL),
+    Case("train killed", strikes.train_killed),
+    Case("train killed", strikes.train_killed, LATE),
+    Case("two trains", strikes.trained_by_two),
+    Case("disk full", strikes.disk_full, settings=LONG),
+    Case("store out of reach", strikes.link_cut, settings=LONG),
 )
-ALONE: tuple[Case, ...] = ()
+ALONE = (
+    Case("MLflow killed", strikes.mlflow_killed, settings=LONG),
+    Case("MLflow silent", strikes.mlflow_silent, settings=LONG),
+    Case("Prefect killed", strikes.prefect_killed, settings=LONG),
+    Case("Prefect silent", strikes.prefect_silent, settings=LONG),
+    Case("serving killed", strikes.serving_killed),
+    # The last one: the fleet ends with it.
+    Case("everything killed", strikes.everything_killed),
+)
 CASES = {case.name: case for case in (*SIDE_BY_SIDE, *ALONE)}
 Row = tuple[str, str, str, str, str]
 
@@ -204,7 +129,8 @@ def play(services: Fleet, case: Case) -> Row:
     """Play a case to its end and return its row of the table."""
     scene = Scene(services, case.name)
     with scene.ends:
-        scene.begin(case.settings)
+        settings = case.settings(scene) if callable(case.settings) else case.settings
+        scene.begin(settings)
         case.moment(scene)
         back = case.strike(scene)
         ends = scene.since + PATIENCE_SECONDS
@@ -212,7 +138,7 @@ def play(services: Fleet, case: Case) -> Row:
             assert time.monotonic() < ends, f"not back after: {scene.happened}"
             time.sleep(0.2)
         seconds = time.monotonic() - scene.since
-        ledger = scene.finish(replays=case.settings == KEEPS_ALL)
+        ledger = scene.finish(replays=settings == KEEPS_ALL)
     return case.fault, case.when, scene.happened, f"{seconds:.1f}", ledger
 
 
