@@ -69,7 +69,7 @@ class Fleet:
         """Run a command to its end."""
         return subprocess.run(
             [sys.executable, "-m", "flows", *arguments],
-            cwd=ROOT,
+            cwd=self.folder,
             env=_environment(self.folder),
             capture_output=True,
             text=True,
@@ -198,7 +198,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
     with (folder / "up.log").open("wb") as log:
         command = [sys.executable, "-m", "flows", "up", "--evaluate-seconds", "20"]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT
+            command, cwd=folder, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT
         )
     try:
         record = folder / "home" / "services.json"
@@ -255,4 +255,6 @@ def _environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     for name in ("MLFLOW_TRACKING_URI", "DILOCO_STORE"):
         kept.pop(name, None)
+    # Started in a folder of its own: nothing may depend on being in the project's.
+    kept["PYTHONPATH"] = str(ROOT)
     return kept | {"DILOCO_HOME": f"{folder}/home", "DILOCO_STORE": f"file://{folder}/runs"}
