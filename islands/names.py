@@ -104,7 +104,7 @@ def evaluation(suite: str, number: int) -> str:
 
 
 def numbered(folder: str, number: int) -> str:
-    """Return the name of the `number`-th object of a folder that counts: synchronizers, trainers, chaos, driver, …"""
+    """Return the name of the `number`-th object of a folder that counts, such as synchronizers, changes or chaos."""
     return f"{folder}/{number}.json"
 
 

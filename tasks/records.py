@@ -53,8 +53,16 @@ def write(store: Store, name: str, body: Mapping[str, Any]) -> str:
 
 
 def read(store: Store, name: str) -> tuple[dict[str, Any], str] | None:
-    """Return (body, digest) of a record, or None if there is none."""
+    """Return (body, digest) of a record, or None if there is none.
+
+    Raises:
+        DamagedObject: its bytes are not what was sealed, also when read once more: a store may answer half.
+    """
     data = store.read(name)
+    try:
+        return None if data is None else unseal(name, data)
+    except DamagedObject:
+        data = store.read(name)
     return None if data is None else unseal(name, data)
 
 

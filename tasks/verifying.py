@@ -7,6 +7,7 @@ learners' chains, and the inventory of a finished run. Finds problems, mends not
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from infra.arrays import check_payload
 from infra.store import open_store
@@ -22,7 +23,6 @@ from islands.contributions import (
     running_median,
 )
 from islands.retention import collectable
-from islands.sealing import unseal
 from islands.types import DamagedObject, Manifest, manifest_from_json
 from islands.versions import Commit, commit_from_json, snapshot_from_json
 from tasks import records
@@ -82,10 +82,9 @@ def _read_headers(evidence: Evidence) -> None:
         if name.startswith("payloads/"):
             continue
         try:
-            data = evidence.run.store.read(name)
-            if data is None:
-                raise DamagedObject(name, "is missing")
-            evidence.bodies[name], evidence.digests[name] = unseal(name, data)
+            evidence.bodies[name], evidence.digests[name] = records.require(
+                evidence.run.store, name
+            )
         except DamagedObject as exc:
             evidence.found.note(name, exc.problem)
 
@@ -247,15 +246,17 @@ def _check_consumed(
     offer, digest = offers[entry.name], evidence.digests[entry.name]
     if digest != entry.digest:
         evidence.found.note(entry.name, f"is not what version {commit.version} consumed")
-    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, digest) != entry:
+    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, entry) != entry:
         name = names.version(commit.fragment, commit.version)
         evidence.found.note(
             name, f"does not say of {entry.name} what its header says, or weighs it wrongly"
         )
 
 
-def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, digest: str) -> Consumed:
-    return consume(offer, digest, commit.version - 1, evidence.run.config.outer.weighting)
+def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, entry: Consumed) -> Consumed:
+    weighting = evidence.run.config.outer.weighting
+    again = consume(offer, entry.digest, commit.version - 1, weighting)
+    return replace(again, cosine=entry.cosine)  # only a replay has the numbers
 
 
 # --- the rest ---
