@@ -9,8 +9,8 @@ The key of a call must change while nobody answers. Told as a story:
     2. the flow that answers is killed before its first merge;
     3. everybody calls again, with the same key; it was answered once, so nothing starts.
 
-So the number of synchronizers that have enlisted so far, and of intervals waited, are part of the key. Each interval is
-twice as long as the one before: where a start takes a minute, the machine is busy, and calls would make it busier. Which
+So the number of synchronizers that have enlisted so far, and of intervals waited, are part of the key. Each interval
+is twice as long as the one before: where a start takes a minute the machine is busy, and calls make it busier. Which
 fragment waits is not: a synchronizer merges them all, and two islands may see two of them wait.
 """
 
