@@ -195,14 +195,15 @@ class Fleet:
 @contextlib.contextmanager
 def fleet(folder: Path) -> Iterator[Fleet]:
     """Start services and stop them; nothing may be left of them."""
+    record = folder / "home" / "services.json"
+    record.unlink(missing_ok=True)  # of services that were killed
     with (folder / "up.log").open("wb") as log:
         command = [sys.executable, "-m", "flows", "up", "--evaluate-seconds", "20"]
         process = subprocess.Popen(
             command, cwd=folder, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        record = folder / "home" / "services.json"
-        wait_until(lambda: record.exists() or process.poll() is not None, 110)
+        wait_until(lambda: record.exists() or process.poll() is not None, 240)
         assert process.poll() is None, (folder / "up.log").read_text()
         addresses = json.loads(record.read_text())
         yield Fleet(folder, addresses["prefect_api_url"], addresses["mlflow_url"], process)

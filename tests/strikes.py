@@ -97,7 +97,8 @@ def synchronizer_killed_pending(scene: Scene) -> Claim:
 
 
 def synchronizer_killed(scene: Scene) -> Claim:
-    again, process = scene.merges_again(), scene.catch_in_mid_merge()
+    process = scene.catch_in_mid_merge()
+    again = scene.merges_again()
     scene.signal(process, KILL)
     scene.struck(f"SIGKILL to synchronizer {process} between a version's payload and its commit")
     return again
@@ -105,7 +106,8 @@ def synchronizer_killed(scene: Scene) -> Claim:
 
 def synchronizer_paused(scene: Scene) -> Claim:
     """Another one takes over and makes the same version; then the first wakes up and tries to commit its own."""
-    again, process = scene.merges_again(), scene.catch_in_mid_merge()
+    process = scene.catch_in_mid_merge()
+    again = scene.merges_again()
     scene.struck("a synchronizer slept in mid-merge while another took over, then woke up")
     scene.until(again)
     scene.signal(process, GO_ON)
@@ -389,10 +391,11 @@ def everything_killed(scene: Scene) -> Claim:
     """The one case with a hand in it: `diloco up` and `diloco resume`."""
     claims = [scene.is_back(island) for island in scene.islands]
     family = scene.services.processes()
-    for process in family:
-        if (where := processes.of(process)) is not None:
-            processes.send(where, KILL)
     scene.struck(f"SIGKILL to all {len(family)} processes; `diloco up`, `diloco resume`")
+    while family:
+        for where in filter(None, map(processes.of, family)):
+            processes.send(where, KILL)
+        family = scene.services.processes()  # one of them may have just started another
     scene.services.process.wait()
     scene.services = scene.ends.enter_context(fleet(scene.services.folder))
     done = scene.services.diloco("resume", scene.run, "--detach", timeout=300)
