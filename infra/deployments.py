@@ -25,6 +25,9 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import StateType
 from prefect.deployments import run_deployment
@@ -43,6 +46,7 @@ FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark")
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)
 _UNFINISHED = (*_LIVING, StateType.CANCELLING, StateType.PAUSED)
+_FAILED = (StateType.FAILED, StateType.CRASHED)
 _REFUSED = (409, 422)
 _VENDOR_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
@@ -215,6 +219,25 @@ def living_run(flow: str, tags: Sequence[str]) -> str | None:
             raise _unanswered(exc) from exc
     ordered = sorted(found, key=lambda run: str(run.created))
     return str(ordered[-1].id) if ordered else None
+
+
+def failures(tags: Sequence[str]) -> list[float]:
+    """Return when task runs failed in flow runs with all these tags: seconds since 1970, in order.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    with _client() as client:
+        try:
+            found = client.read_task_runs(
+                flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[*tags])),
+                task_run_filter=TaskRunFilter(
+                    state=TaskRunFilterState(type=TaskRunFilterStateType(any_=[*_FAILED]))
+                ),
+            )
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+    return sorted(run.state.timestamp.timestamp() for run in found if run.state is not None)
 
 
 def are_served() -> bool:

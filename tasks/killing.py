@@ -1,0 +1,160 @@
+"""A run of the real pipeline whose learners are killed by SIGKILL, one after another, and what its records tell then.
+
+Works on the Prefect that this process is pointed at, where the deployments are served. Learners are killed only on
+this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from infra import deployments
+from islands import names
+from islands.config import RunConfig
+from islands.goodput import Kill, Span
+from islands.types import IslandsError
+from islands.versions import Commit
+from tasks import history, records, supervising
+from tasks.faults import kill_learner
+from tasks.runs import Run, open_run
+
+_LOOKS_PER_SECOND = 5
+
+
+@dataclass(slots=True)
+class Killer:
+    """Kills somebody every so often, from when every island has pushed something. One thread.
+
+    Attributes:
+        store_url, run_id: the run, which need not exist yet.
+        victims: whom, in order.
+        every_seconds: from one death to the next, and from the beginning to the first.
+        until_share: nobody is killed any more once an island has trained so much of its share.
+        begun: stamp of the moment since which all have pushed.
+        kills, incarnations: who was killed so far, and as which incarnation.
+    """
+
+    store_url: str
+    run_id: str
+    victims: Iterator[str]
+    every_seconds: float
+    until_share: float
+    begun: float = 0.0
+    kills: list[Kill] = field(default_factory=list)
+    incarnations: list[int] = field(default_factory=list)
+    _run: Run | None = None
+    _due: float = 0.0
+    _next: str = ""
+
+    def look(self) -> None:
+        """Do what is due."""
+        run = self._run = self._run or _found(self.store_url, self.run_id)
+        if run is None:
+            return
+        if not self.begun:
+            if _have_all_pushed(run):
+                self.begun, self._due = time.time(), time.monotonic() + self.every_seconds
+        elif time.monotonic() >= self._due and _progress(run) < self.until_share:
+            self._kill(run)
+
+    def _kill(self, run: Run) -> None:
+        victim = self._next = self._next or next(self.victims)
+        incarnation = records.newest_incarnation(run.store, victim)
+        if kill_learner(run, victim) is None:
+            return  # its successor has not registered yet: at the next look
+        self.kills.append(Kill(victim, time.time()))
+        self.incarnations.append(incarnation)
+        self._next, self._due = "", self._due + self.every_seconds
+
+
+def train(config: RunConfig, run_id: str, watch: Callable[[], None]) -> Run:
+    """Train a run to its end on Prefect, and return it.
+
+    Args:
+        config: of the run.
+        run_id: its name, a new one.
+        watch: called some times a second.
+
+    Raises:
+        IslandsError: the run did not end well.
+    """
+    parameters = {"config": json.loads(config.model_dump_json()), "run": run_id}
+    flow_run = deployments.start("train", parameters, name=f"train {run_id}")
+    while not (state := deployments.state_of(flow_run)).is_over:
+        for _ in range(_LOOKS_PER_SECOND):
+            watch()
+            time.sleep(1 / _LOOKS_PER_SECOND)
+    if state.kind != "COMPLETED":
+        raise IslandsError(
+            f"run {run_id} must complete, got {state.kind}: {state.message}; see its flow run"
+        )
+    return open_run(config.store, run_id)
+
+
+def window_of(run: Run, begun: float) -> Span:
+    """Return the time in which every island had work to do: until the first has trained its share."""
+    left = [records.require(run.store, names.left(i.name))[0]["at"] for i in run.config.islands]
+    return Span(begun, min(map(float, left)))
+
+
+def seconds_to_detect(run: Run, kills: Sequence[Kill]) -> list[float]:
+    """Return the seconds from each death to the failure of the task run that watches the learner."""
+    waits = []
+    for kill in kills:
+        failures = deployments.failures([supervising.tag_of(run), f"island:{kill.island}"])
+        later = [at for at in failures if at > kill.at]
+        waits += [min(later) - kill.at] if later else []
+    return waits
+
+
+def seconds_to_merge(
+    commits: Sequence[Commit], kills: Sequence[Kill], incarnations: Sequence[int]
+) -> list[float]:
+    """Return the seconds from each death to the first version that holds work of a later incarnation."""
+    waits = []
+    for kill, incarnation in zip(kills, incarnations, strict=True):
+        stamps = [
+            commit.at
+            for commit in commits
+            for entry in commit.consumed
+            if entry.learner == kill.island and entry.stop.incarnation > incarnation
+        ]
+        waits += [min(stamps) - kill.at] if stamps else []
+    return waits
+
+
+def commits_of(run: Run) -> list[Commit]:
+    """Return every version but the first of every fragment."""
+    commits = []
+    for layout in run.layouts:
+        head, _ = records.find_head(run.store, layout.index)
+        commits += [
+            records.require_commit(run.store, layout.index, version)[0]
+            for version in range(1, head.version + 1)
+        ]
+    return commits
+
+
+def _found(store_url: str, run_id: str) -> Run | None:
+    try:
+        return open_run(store_url, run_id)
+    except IslandsError:
+        return None  # not there yet
+
+
+def _have_all_pushed(run: Run) -> bool:
+    pushed = {
+        key.learner
+        for name in run.store.list_names("inbox/")
+        if (key := names.parse_contribution(name)) is not None
+    }
+    return pushed >= {island.name for island in run.config.islands}
+
+
+def _progress(run: Run) -> float:
+    """Return the largest share of its share that an island has trained."""
+    links = {island.name: history.last_link(run, island.name) for island in run.config.islands}
+    return max(link.trained / run.own_tokens(name) for name, link in links.items() if link)
