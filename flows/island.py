@@ -14,7 +14,7 @@ from infra.clusters import ClusterSpec, open_cluster
 from tasks import stopping
 from tasks.records import new_attempt
 from tasks.runs import open_run
-from tasks.segments import Segment, Stretch
+from tasks.segments import PRELOAD, Segment, Stretch
 from tasks.watching import Doorman, watch_segment
 
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -33,7 +33,7 @@ def island(store: str, run: str, island: str) -> State[str]:
     cluster = opened.island(island).cluster
     stopping.let_go_on(opened, new_attempt, island)
     segment = Segment(store, run, island, opened.config.pipeline.segment_seconds)
-    spec = ClusterSpec(island, **cluster.model_dump(exclude={"kind"}))
+    spec = ClusterSpec(island, **cluster.model_dump(exclude={"kind"}), preload=PRELOAD)
     doorman, num_deaths = Doorman(opened), 0
     with open_cluster(spec, segment.topic) as opened_cluster:
         for number in count():
@@ -45,7 +45,7 @@ def island(store: str, run: str, island: str) -> State[str]:
             if state.is_completed():
                 num_deaths = 0
                 stretch = state.result()
-                if stretch.outcome != "goes on":
+                if stretch.outcome not in ("goes on", "drained"):
                     return Completed(message=_ending(stretch), data=stretch.outcome)
                 continue
             num_deaths += 1

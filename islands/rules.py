@@ -82,6 +82,12 @@ def _broken_cluster_rules(path: str, cluster: ClusterConfig) -> Iterator[str]:
             f'{path}.address must be absent with kind "local", got {shown(cluster.address)}; '
             'remove it or set kind = "address"'
         )
+    for name, value in (("spares", cluster.spares or None), ("memory_mb", cluster.memory_mb)):
+        if cluster.kind == "address" and value is not None:
+            yield (
+                f'{path}.{name} must be absent with kind "address", got {value}; '
+                "whoever runs that scheduler starts its workers, so set it there"
+            )
     files = [cluster.ca_file, cluster.cert_file, cluster.key_file]
     is_tls = (cluster.address or "").startswith("tls://")
     if any(files) and not is_tls:

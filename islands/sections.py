@@ -261,6 +261,18 @@ class ClusterConfig(Section):
         default=None, min_length=1, description="The certificate's key, if not in the same file."
     )
     threads: int = Field(default=1, ge=1, le=1024, description="Threads torch computes on.")
+    spares: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description='Further worker processes, idle and warm, for when the one at work dies; only with kind "local".',
+    )
+    memory_mb: int | None = Field(
+        default=None,
+        ge=64,
+        le=16_777_216,
+        description='Mebibytes above which a worker process is ended; absent: no limit; only with kind "local".',
+    )
 
 
 class IslandConfig(Section):

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,8 @@ DRAIN_SECONDS = 20.0
 # A store that is down when a learner has trained its share is waited for this long, piece by piece.
 _PATIENCE_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
+# Ends at which everything is saved, for another incarnation to go on from.
+_SAVED_ENDS = ("stopped", "drained")
 
 
 class Life:
@@ -74,6 +77,7 @@ class Life:
         self._peers = [head.step_seconds for head in heads]
         self._step_seconds = 0.0
         self._num_timed = 0
+        self._is_told_to_end: Callable[[], bool] = lambda: False
         self._loss = 0.0
         self._useful = 0.0
         self._begun_at: float | None = None  # on its thread's clock: when it first trained
@@ -121,8 +125,12 @@ class Life:
         """Whether a later incarnation of this learner is known to have registered; asks nobody, so it never waits."""
         return self._receiver.reason == "superseded"
 
-    def train(self, seconds: float) -> Stretch:
+    def train(
+        self, seconds: float, *, is_told_to_end: Callable[[], bool] = lambda: False
+    ) -> Stretch:
         """Train for so long, or until the share is trained or somebody asks to stop; return how it went.
+
+        `is_told_to_end`: says that this process must end soon; asked at every step.
 
         Raises:
             Refused: the learner's numbers are broken; a new incarnation must go on from a healthy checkpoint.
@@ -132,6 +140,7 @@ class Life:
         self._begun_at = begun if self._begun_at is None else self._begun_at
         first_step, now = learner.position.step, begun
         self._receiver.forget_stop()
+        self._is_told_to_end = is_told_to_end
         while (reason := self._why_end()) is None and now < begun + seconds:
             self._steer()
             if self._is_blocked():
@@ -141,7 +150,7 @@ class Life:
                 reason = self._leave()
                 break
             now = self._one_step(now)
-        if reason == "stopped":
+        if reason in _SAVED_ENDS:
             self._stop()
         outcome = reason or "goes on"
         return Stretch(
@@ -172,6 +181,8 @@ class Life:
             return "finished"
         if failure is not None:
             raise failure
+        if self._receiver.reason is None and self._is_told_to_end():
+            return "drained"
         return self._receiver.reason
 
     def _steer(self) -> None:
@@ -333,7 +344,7 @@ class Life:
         ends = time.monotonic() + _PATIENCE_SECONDS
         while True:
             reason = self._why_end()
-            if reason is not None and reason != "stopped":  # a stop has nothing left to save
+            if reason is not None and reason not in _SAVED_ENDS:  # these have nothing left to save
                 return reason
             try:
                 if records.newest_incarnation(self.run.store, self.island.name) > self.incarnation:

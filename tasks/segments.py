@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from infra.clusters import teller
+from infra.clusters import is_told_to_end, teller
 from tasks.records import new_attempt
 from tasks.runs import open_run
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Key = tuple[str, str, str]
 _lives: dict[Key, Life] = {}
 _turns: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
+# What a worker imports before the first order comes: torch takes seconds.
+PRELOAD = "tasks.living"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class Stretch:
     """What one stretch of training did.
 
     `outcome`: "goes on", "left" (for good: its share is trained and pushed, or it was written off), "stopped",
-    "superseded" or "finished". `idle_share`: of its thread's seconds since the incarnation began, those in neither
-    training steps nor adoptions.
+    "drained" (its process was told to end: saved, another one goes on), "superseded" or "finished". `idle_share`: of
+    its thread's seconds since the incarnation began, those in neither training steps nor adoptions.
     """
 
     outcome: str
@@ -83,7 +85,7 @@ def train_segment(segment: Segment) -> Stretch:
                     return stretch
                 tell = teller(segment.topic)
                 life = Life(run, segment.island, new_attempt, stamp=time.time, tell=tell)
-            stretch = life.train(segment.seconds)
+            stretch = life.train(segment.seconds, is_told_to_end=is_told_to_end)
             goes_on = stretch.outcome == "goes on"
             return stretch
         finally:

@@ -201,6 +201,25 @@ def test_a_stop_ends_in_a_checkpoint_and_the_next_life_goes_on_at_the_same_step(
     require_sound(run)
 
 
+def test_a_life_whose_process_is_told_to_end_saves_all_and_the_next_goes_on_at_the_same_step(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    run = solo(tmp_path, LONG)
+    merging(run)
+    life = alive(run)
+    life.train(0.3)
+    told = iter([False, False, True])
+    drained = life.train(60.0, is_told_to_end=lambda: next(told))
+    life.close()
+    assert (drained.outcome, drained.num_steps) == ("drained", 2)
+    assert names.parse_checkpoint(checkpoints(run)[0]) == (NAME, (0, drained.step))
+    assert records.newest_incarnation(run.store, NAME) == 0
+    successor = alive(run)
+    assert successor.train(0.0).step == drained.step
+    assert successor.incarnation == 1
+    require_sound(run)
+
+
 def test_a_stop_during_an_outage_is_saved_once_the_store_is_back(
     tmp_path: Path, alive: Begin
 ) -> None:
