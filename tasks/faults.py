@@ -5,12 +5,11 @@ Knows the script, and where a learner says it runs; kills only on this machine.
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 from collections.abc import Sequence
 from typing import Any
 
+from infra import processes
 from islands import names
 from islands.sections import FaultConfig
 from tasks import records
@@ -54,10 +53,5 @@ def kill_learner(run: Run, island: str) -> int | None:
         return None
     body, _ = records.require(run.store, names.incarnation(island, number))
     where: dict[str, Any] = body.get("where", {})
-    if where.get("host") != socket.gethostname():
-        return None
-    try:
-        os.kill(int(where["process"]), signal.SIGKILL)
-    except ProcessLookupError:
-        return None  # dead already; its successor has not registered yet
-    return int(where["process"])
+    # None: dead already, and its successor has not registered yet.
+    return int(where["process"]) if processes.send(where, signal.SIGKILL) else None

@@ -7,14 +7,13 @@ does training steps and adoptions; all else it does (copies, handing over, looki
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from infra import processes
 from islands import names
 from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
@@ -61,8 +60,7 @@ class Life:
         torch.set_num_threads(self.island.cluster.threads)
         self._shard = read_shard(run, name)
         self._learner = building.build_learner(run, name)
-        where = {"host": socket.gethostname(), "process": os.getpid()}
-        past = history.register(run, name, new_attempt, stamp=stamp, where=where)
+        past = history.register(run, name, new_attempt, stamp=stamp, where=processes.here())
         link = exchanging.link_of(run, name, past.last)
         known = [0] * len(run.layouts)
         if past.last is not None:

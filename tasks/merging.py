@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
+from infra import processes
 from islands import names
 from islands.contributions import (
     Consumed,
@@ -177,6 +178,7 @@ class Synchronizer:
                 "mark": self._new_attempt(),
                 "at": self._stamp(),
                 "called_at": called_at,
+                "where": processes.here(),
             }
             try:
                 records.write(self.run.store, names.numbered("synchronizers", number), body)
