@@ -30,11 +30,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An island at work: of the span, `kept_seconds` went into training steps that were not rolled back."""
+    """An island at work: `num_kept` steps of the span lasted, and `kept_seconds` of it went into them."""
 
     island: str
     span: Span
     kept_seconds: float
+    num_kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,27 @@ class Kill:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What several islands did in a window, and who was killed.
+
+    `rolled_back_seconds`: of the kept seconds, those that turned out not to last.
+    """
+
+    works: tuple[Work, ...]
+    kills: tuple[Kill, ...]
+    window: Span
+    rolled_back_seconds: float = 0.0
+
+
 def kept_within(works: Sequence[Work], window: Span) -> float:
     """Return the kept seconds of all islands in the window; a span that reaches out of it counts in proportion."""
-    return sum(
-        work.kept_seconds * work.span.overlap(window) / work.span.seconds
-        for work in works
-        if work.span.seconds > 0
-    )
+    return sum(work.kept_seconds * work.span.overlap(window) / work.span.seconds for work in works)
+
+
+def steps_within(works: Sequence[Work], window: Span) -> float:
+    """Return the kept steps of all islands in the window, in the same way."""
+    return sum(work.num_kept * work.span.overlap(window) / work.span.seconds for work in works)
 
 
 def mean_at_work(works: Sequence[Work], window: Span) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 
+from islands.config import RunConfig
 from islands.data import batch_at
 from tasks import building, creating, history
 from tasks.exchanging import Exchange, fetch_heads, link_of
 from tasks.records import new_attempt
 from tasks.runs import read_shard
-from islands.config import RunConfig
 
 NUM_CHECKPOINTS = 15
 

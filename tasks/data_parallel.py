@@ -19,26 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from islands.goodput import Kill, Span, Work
+from islands.goodput import Kill, Span, Trace, Work
 from islands.types import LearnerLost
 from tasks.runs import Run
 from tasks.step_log import Steps, read_steps
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Process = subprocess.Popen[str]
 _LOOK_SECONDS = 0.01
 _PATIENCE_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What a job did in a window: its works, and who was killed."""
-
-    works: tuple[Work, ...]
-    kills: tuple[Kill, ...]
-    window: Span
 
 
 @dataclass(slots=True)
@@ -197,9 +188,8 @@ def works_in(folder: Path) -> tuple[Work, ...]:
 
 def _works_of(island: str, steps: Steps, num_kept: int) -> Iterator[Work]:
     for number, (begun, ended, useful, _) in enumerate(steps):
-        yield Work(
-            island, Span(float(begun), float(ended)), float(useful) if number < num_kept else 0.0
-        )
+        is_kept = number < num_kept
+        yield Work(island, Span(float(begun), float(ended)), is_kept * float(useful), int(is_kept))
 
 
 def _key(path: Path) -> tuple[int, str, int]:
@@ -214,7 +204,7 @@ def _num_begun(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _open_job(run: Run, folder: Path, checkpoint_seconds: float) -> Iterator[Job]:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     folder.mkdir(parents=True)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

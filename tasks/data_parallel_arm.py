@@ -65,12 +65,13 @@ class Group:
     """The ranks of one generation; to drop it is to close its connections."""
 
     def __init__(self, place: Place, server: TCPStore) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        gloo: Any = ProcessGroupGloo  # torch types only a part of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=HOST)]
         options._timeout = _PATIENCE
         store = PrefixStore(f"generation-{place.generation}", server)
         self.size = place.size
-        self._gloo = ProcessGroupGloo(store, place.rank, place.size, options)
+        self._gloo = gloo(store, place.rank, place.size, options)
 
     def mean(self, values: Tensor) -> None:
         """Replace the values by their mean over all ranks."""

@@ -1,8 +1,8 @@
 """What of a run's training lasted, from its records alone: when which island was at work, and what was rolled back.
 
 An incarnation's work reaches from its first step to its newest record; what it did after that is lost and counts
-nowhere. Between two records lie so many steps of so many seconds, both as the learner wrote them. Stamps are those of
-one machine's clock, or base steps under the local driver. No torch.
+nowhere. Of the seconds between two records, those are kept that its thread did not idle, as it says itself. Stamps must
+be those of one machine's clock. No torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from tasks.runs import Run
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """Where a learner stood at a stamp. `step_seconds`: of its step then, 0 where the record does not say."""
+    """Where a learner stood at a stamp. The others are 0 where the record does not say.
+
+    `step_seconds`: of its step then. `busy_share`: of its thread, since its incarnation began, in steps and adoptions.
+    """
 
     stop: Position
     at: float
-    step_seconds: float
+    step_seconds: float = 0.0
+    busy_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,15 @@ def kept_work(run: Run, island: str) -> Kept:
 
 def _works(island: str, begin: int, life: Sequence[Mark]) -> Iterator[Work]:
     """Yield the work between the records of one incarnation, in order; it began after step `begin`."""
-    known = [mark.step_seconds for mark in life if mark.step_seconds > 0]
-    step, at, seconds = begin, 0.0, known[0] if known else 0.0
+    seconds = next((mark.step_seconds for mark in life if mark.step_seconds > 0), 0.0)
+    step, since = begin, life[0].at - (life[0].stop.step - begin) * seconds
+    busy = next((mark.busy_share for mark in life if mark.busy_share > 0), 1.0)
     for mark in life:
-        seconds = mark.step_seconds or seconds
-        kept = (mark.stop.step - step) * seconds
-        since = at or mark.at - kept
-        if kept > 0 and mark.at > since:
-            yield Work(island, Span(since, mark.at), kept)
-            step, at = mark.stop.step, mark.at
+        busy = mark.busy_share or busy
+        if mark.stop.step > step and mark.at > since:
+            span = Span(since, mark.at)
+            yield Work(island, span, busy * span.seconds, mark.stop.step - step)
+            step, since = mark.stop.step, mark.at
 
 
 def _marks(run: Run, island: str) -> list[Mark]:
@@ -71,13 +75,15 @@ def _marks(run: Run, island: str) -> list[Mark]:
     for layout in run.layouts:
         for name in run.store.list_names(f"inbox/f{layout.index:04d}/{island}/"):
             if names.parse_contribution(name) and (
-                found := records.read_contribution(run.store, name)):
+                found := records.read_contribution(run.store, name)
+            ):
                 offer = found[0]
-                marks.append(Mark(offer.stop, offer.telemetry.at, offer.step_seconds))
+                told = offer.telemetry
+                marks.append(Mark(offer.stop, told.at, offer.step_seconds, 1 - told.idle_share))
     for name in (*history.checkpoints(run, island), names.left(island)):
         if (record := records.read(run.store, name)) is not None:
             account = records.parsed(name, _account, record[0])
-            marks.append(Mark(account.position, float(record[0]["at"]), 0.0))
+            marks.append(Mark(account.position, float(record[0]["at"])))
     return sorted(marks)
 
 

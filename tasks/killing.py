@@ -10,16 +10,25 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from infra import deployments
 from islands import names
 from islands.config import RunConfig
-from islands.goodput import Kill, Span
+from islands.goodput import Kill, Span, Trace, victims
 from islands.types import IslandsError
 from islands.versions import Commit
-from tasks import history, records, supervising
+from tasks import data_parallel, history, records, supervising
+from tasks.checkpoint_costs import checkpoint_seconds
+from tasks.evaluating import evaluate
 from tasks.faults import kill_learner
+from tasks.goodput import Pipeline
+from tasks.kept_work import kept_work
+from tasks.kill_plan import ISLANDS, Plan
+from tasks.replaying import replay_into
+from tasks.reporting import status
 from tasks.runs import Run, open_run
+from tasks.verifying import verify
 
 _LOOKS_PER_SECOND = 5
 
@@ -70,7 +79,96 @@ class Killer:
         self._next, self._due = "", self._due + self.every_seconds
 
 
-def train(config: RunConfig, run_id: str, watch: Callable[[], None]) -> Run:
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A run that trained to its end under deaths: when all were at work, who was killed, when Prefect knew."""
+
+    run: Run
+    begun: float
+    kills: tuple[Kill, ...]
+    incarnations: tuple[int, ...]
+    detect: tuple[float, ...]
+
+
+def train_killed(plan: Plan, folder: Path) -> Killed:
+    """Train a run to its end while learners are killed.
+
+    Raises:
+        IslandsError: the run did not end well.
+    """
+    config = plan.config(folder)
+    killer = Killer(
+        config.store,
+        "killed",
+        victims(ISLANDS, plan.seed),
+        every_seconds=plan.kill_seconds,
+        until_share=plan.until_share,
+    )
+    run = _train(config, "killed", killer.look)
+    kills = tuple(killer.kills)
+    return Killed(
+        run, killer.begun, kills, tuple(killer.incarnations), tuple(seconds_to_detect(run, kills))
+    )
+
+
+def train_in_peace(plan: Plan, folder: Path) -> Run:
+    """Train the same run to its end with nobody killed."""
+    return _train(plan.config(folder), "peaceful", lambda: None)
+
+
+def train_jointly(plan: Plan, killed: Killed, folder: Path, *, is_elastic: bool) -> Trace:
+    """Train a data-parallel job for as long as the run took, under the same deaths."""
+    return data_parallel.train(
+        killed.run,
+        folder,
+        [Kill(kill.island, kill.at - killed.begun) for kill in killed.kills],
+        seconds=window_of(killed.run, killed.begun).seconds,
+        checkpoint_seconds=0.0 if is_elastic else plan.job_checkpoint_seconds,
+    )
+
+
+def look_back(plan: Plan, killed: Killed, peaceful: Run) -> Pipeline:
+    """Return what the records of both runs show."""
+    run, commits = killed.run, commits_of(killed.run)
+    kept = [kept_work(run, island.name) for island in run.config.islands]
+    trace = Trace(
+        works=tuple(work for one in kept for work in one.works),
+        kills=killed.kills,
+        window=window_of(run, killed.begun),
+        rolled_back_seconds=sum(one.rolled_back_seconds for one in kept),
+    )
+    found = verify(run.store_url, run.run_id)
+    replay_into(run, found, watch=lambda done: None)
+    losses = losses_at_equal_tokens(run, peaceful)
+    per_checkpoint = checkpoint_seconds(run.config, "saved")
+    return Pipeline(
+        trace=trace,
+        detect=killed.detect,
+        merged_again=seconds_to_merge(commits, killed.kills, killed.incarnations),
+        contributing=[len(commit.consumed) for commit in commits],
+        quorum=run.config.quorum,
+        lost=sum(max(0, row.imbalance) for row in found.rows),
+        double_counted=sum(max(0, -row.imbalance) + max(0, -row.passed_over) for row in found.rows),
+        problems=[f"{problem.name}: {problem.text}" for problem in found.problems],
+        merged_share=status(run).merged_share,
+        loss=losses[0],
+        loss_in_peace=losses[1],
+        checkpoint_percent=100 * per_checkpoint / plan.checkpoint_seconds,
+    )
+
+
+def losses_at_equal_tokens(run: Run, other: Run) -> tuple[float, float]:
+    """Return both runs' losses at snapshots that hold about as many merged tokens: the last of whoever holds fewer."""
+    snapshots = [[s for s, _ in records.read_snapshots(each.store)] for each in (run, other)]
+    tokens = min(kept[-1].merged_tokens for kept in snapshots)
+    nearest = [min(kept, key=lambda s: abs(s.merged_tokens - tokens)).number for kept in snapshots]
+    return (
+        evaluate(run, nearest[0]).bits_per_byte,
+        evaluate(other, nearest[1]).bits_per_byte,
+    )
+
+
+def _train(config: RunConfig, run_id: str, watch: Callable[[], None]) -> Run:
     """Train a run to its end on Prefect, and return it.
 
     Args:
