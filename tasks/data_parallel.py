@@ -1,4 +1,5 @@
-"""Data-parallel training under deaths, for comparison: elastic, and not. The parent's side; its ranks are processes.
+"""Data-parallel training under deaths, for comparison: elastic, and not. The parent's side; its ranks are processes. No
+torch.
 
 Both have a process per island and one warm spare, find a death within some ten milliseconds, and take an all-reduce
 per step over loopback. Nothing else runs beside them.
@@ -17,24 +18,40 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from islands.goodput import Kill, Span, Trace, Work
 from islands.types import LearnerLost
 from tasks.runs import Run
 from tasks.step_log import Steps, read_steps
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 Process = subprocess.Popen[str]
 _LOOK_SECONDS = 0.01
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in a generation of the job."""
+
+    generation: int
+    rank: int
+    size: int
+    island: str
+
+    def line(self) -> str:
+        """Return the order to take it."""
+        return f"{self.generation} {self.rank} {self.size} {self.island}\n"
+
+
+def place_from(line: str) -> Place:
+    """Return the place that `Place.line` ordered."""
+    generation, rank, size, island = line.split()
+    return Place(int(generation), int(rank), int(size), island)
 
 
 @dataclass(slots=True)
 class Job:
-    """The ranks of one job, by island, and a spare; one thread.
+    """The ranks of one job, by island, and its spares; one thread.
 
     Attributes:
         run: of which it trains the model; nothing is written to it.
@@ -44,7 +61,6 @@ class Job:
     run: Run
     folder: Path
     checkpoint_seconds: float
-    server: TCPStore
     ranks: dict[str, Process] = field(default_factory=dict)
     spares: list[Process] = field(default_factory=list)
     generation: int = -1
@@ -103,8 +119,6 @@ class Job:
 
     def _form(self) -> None:
         """Order everybody into the next group."""
-        from tasks.data_parallel_arm import Place  # torch
-
         self.generation += 1
         for number, (island, rank) in enumerate(self.ranks.items()):
             place = Place(self.generation, number, len(self.ranks), island)
@@ -115,7 +129,7 @@ class Job:
 
     def _start(self) -> Process:
         checkpoint = str(self.folder / "checkpoint") if self.checkpoint_seconds else ""
-        place = (self.run.store_url, self.run.run_id, str(self.folder), str(self.server.port))
+        place = (self.run.store_url, self.run.run_id, str(self.folder))
         kept = (checkpoint, str(self.checkpoint_seconds))
         with (self.folder / "ranks.log").open("a") as log:
             return subprocess.Popen(
@@ -129,12 +143,17 @@ class Job:
             )
 
     def _is_warm(self, rank: Process) -> bool:
-        return bool(self.server.check([f"warm-{rank.pid}"]))
+        return warm_mark(self.folder, rank.pid).exists()
 
     def _wait_until_warm(self, ranks: Sequence[Process]) -> None:
         _wait_until(
             lambda: all(self._is_warm(rank) for rank in ranks), "every rank must get warm", self
         )
+
+
+def warm_mark(folder: Path, process: int) -> Path:
+    """Return the file by which a rank's process says that it is ready to join a group."""
+    return folder / f"{process}.warm"
 
 
 def train(
@@ -149,7 +168,7 @@ def train(
 
     Args:
         run: whose model, text, batch and islands it takes.
-        folder: an empty one.
+        folder: a new one.
         kills: at seconds after the first step of all ranks.
         seconds: counted from there.
         checkpoint_seconds: between two checkpoints.
@@ -157,7 +176,7 @@ def train(
     Raises:
         LearnerLost: its ranks stopped training for no reason that is known here.
     """
-    with _open_job(run, folder, checkpoint_seconds) as job:
+    with open_job(run, folder, checkpoint_seconds) as job:
         job.begin()
         num_islands = len(job.islands)
         _wait_until(
@@ -203,12 +222,10 @@ def _num_begun(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _open_job(run: Run, folder: Path, checkpoint_seconds: float) -> Iterator[Job]:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+def open_job(run: Run, folder: Path, checkpoint_seconds: float) -> Iterator[Job]:
+    """Give a job that has not begun; its processes end with the block."""
     folder.mkdir(parents=True)
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = Job(run, folder, checkpoint_seconds, server)
+    job = Job(run, folder, checkpoint_seconds)
     try:
         yield job
     finally:

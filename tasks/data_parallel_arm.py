@@ -18,7 +18,6 @@ import queue
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,50 +25,32 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from islands.data import batch_at
 from islands.learner import Base, Learner, LearnerState, flatten, trainable
 from islands.model import build_model
 from tasks import building
+from tasks.data_parallel import Place, place_from, warm_mark
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import StepLog
 from tasks.stepping import schedule_of
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 # For a rank that dies while the group forms; the next order finds the others again after that.
 _PATIENCE = timedelta(seconds=10)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's place in a generation of the job."""
-
-    generation: int
-    rank: int
-    size: int
-    island: str
-
-    def line(self) -> str:
-        """Return the order to take it."""
-        return f"{self.generation} {self.rank} {self.size} {self.island}\n"
-
-
-def place_from(line: str) -> Place:
-    """Return the place that `Place.line` ordered."""
-    generation, rank, size, island = line.split()
-    return Place(int(generation), int(rank), int(size), island)
 
 
 class Group:
     """The ranks of one generation; to drop it is to close its connections."""
 
-    def __init__(self, place: Place, server: TCPStore) -> None:
+    def __init__(self, place: Place, folder: Path) -> None:
         gloo: Any = ProcessGroupGloo  # torch types only a part of it
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=HOST)]
+        options._devices = [gloo.create_device(hostname=_HOST)]
         options._timeout = _PATIENCE
-        store = PrefixStore(f"generation-{place.generation}", server)
+        store = FileStore(str(folder / f"{place.generation:03d}.meeting"), place.size)
+        store.set_timeout(_PATIENCE)
         self.size = place.size
         self._gloo = gloo(store, place.rank, place.size, options)
 
@@ -100,7 +81,7 @@ class Rank:
 
     Args:
         run: of which the model, the text and the batch are taken; nothing is written to it.
-        folder: where the steps are logged, a file per group, named by generation, island and first step.
+        folder: where ranks meet, and log their steps: a file per group, named by generation, island, first step.
         checkpoint: where rank 0 keeps the state, and everybody begins from it; None: nobody does.
         checkpoint_seconds: between two checkpoints.
     """
@@ -122,14 +103,14 @@ class Rank:
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint.read_bytes())
 
-    def train(self, place: Place, server: TCPStore, orders: queue.SimpleQueue[Place]) -> None:
+    def train(self, place: Place, orders: queue.SimpleQueue[Place]) -> None:
         """Train as part of a group until it breaks or there is a newer order.
 
         Raises:
             RuntimeError: a rank of the group has gone; what gloo raises.
         """
         try:
-            self._group = Group(place, server)
+            self._group = Group(place, self._folder)
             self._agree(self._group)
             first = self._learner.position.step
             log = StepLog(self._folder / f"{place.generation:03d}-{place.island}-{first}.steps")
@@ -222,7 +203,7 @@ def _write(path: Path, state: LearnerState) -> None:
 
 def main() -> None:
     """Say when it is warm, then follow orders until the standard input ends."""
-    store, run_id, folder, port, checkpoint, checkpoint_seconds = sys.argv[1:]
+    store, run_id, folder, checkpoint, checkpoint_seconds = sys.argv[1:]
     rank = Rank(
         open_run(store, run_id),
         Path(folder),
@@ -237,14 +218,13 @@ def main() -> None:
         os._exit(0)  # nobody waits for this process any more
 
     threading.Thread(target=listen, daemon=True).start()
-    server = TCPStore(HOST, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-    server.set(f"warm-{os.getpid()}", "")
+    warm_mark(Path(folder), os.getpid()).touch()
     while True:
         place = orders.get()
         while not orders.empty():  # of several groups only the newest will form
             place = orders.get()
         try:
-            rank.train(place, server, orders)
+            rank.train(place, orders)
         except RuntimeError as exc:  # a rank has gone: the next order says who goes on
             print(f"generation {place.generation}: {exc}", file=sys.stderr, flush=True)
 
