@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows import cli_bench, cli_running, cli_steering, screen
+from flows import cli_bench, cli_chaos, cli_running, cli_steering, screen
 from flows.cli_options import (
     ConfigFile,
     HtmlFile,
@@ -233,6 +233,7 @@ for command in (
     cli_running.stop,
     cli_steering.adjust,
     cli_steering.quarantine,
+    cli_chaos.chaos,
 ):
     app.command(command)
 

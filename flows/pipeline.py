@@ -6,7 +6,6 @@ the store tells how a run is doing.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,23 +14,26 @@ from infra import deployments
 from infra.deployments import RunState
 from islands.config import RunConfig
 from islands.types import IslandsError, ServiceUnavailable
-from tasks import reporting, supervising
+from tasks import reporting, reviving, supervising, trainers
 from tasks.reporting import Status
 from tasks.runs import Run, open_run
 
 _LOOK_SECONDS = 2.0
 # A flow that has been asked to stop ends within 30 s.
 _STOP_SECONDS = 60.0
+# A crashed one is started again within seconds, or, if who serves the flows died too, once all that is left has ended.
+_REVIVAL_SECONDS = 180.0
 Look = Callable[[Status], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A run that Prefect trains: where it lies, and the flow run of `train`."""
+    """A run that Prefect trains: where it lies, the flow run of `train`, and how many had looked after it before."""
 
     store_url: str
     run_id: str
     flow_run: str
+    num_before: int = 0
 
 
 def start(
@@ -44,23 +46,18 @@ def start(
     Raises:
         ServiceUnavailable: Prefect did not answer, or does not know the deployment.
     """
-    parameters = {
-        "config": json.loads(config.model_dump_json()),
-        "run": run_id,
-        "resume": resume,
-        "origin": origin,
-    }
-    flow_run = deployments.start("train", parameters, name=f"train {run_id}")
-    return Started(config.store, run_id, flow_run)
+    num_before = trainers.count(open_run(config.store, run_id)) if resume else 0
+    flow_run = reviving.start(config, run_id, resume=resume, origin=origin, num_known=num_before)
+    return Started(config.store, run_id, flow_run, num_before)
 
 
 def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunState:
     """Tell `look` how the run is doing until its flow ends; return how it ended.
 
-    Asked to stop, it asks the run to, and waits for that.
+    Where another flow run takes over, that one is followed. Asked to stop, it asks the run to, and waits for that.
     """
     stop_by: float | None = None
-    run, seen = None, None
+    run, seen, heir = None, None, _Heir(started)
     while True:
         run = run or _find(started)
         if run is not None:
@@ -70,9 +67,9 @@ def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunS
             if is_stopped() and stop_by is None:
                 stop_by = time.monotonic() + _STOP_SECONDS
                 supervising.ask_all_to_stop(run, "asked by the command line")
-        state = _state(started.flow_run)
-        if state.is_over:
-            return state
+        state = _state(heir.flow_run)
+        if state.is_over and not (run is not None and heir.is_there(run, state)):
+            return _done(state) if seen is not None and seen.is_finished else state
         if stop_by is not None and time.monotonic() > stop_by:
             return RunState("RUNNING", "did not stop in time; see its flow run")
         if is_stopped() and run is None:
@@ -89,6 +86,33 @@ def wait_for_islands(run: Run, wait_seconds: float) -> bool:
             return False
         time.sleep(_LOOK_SECONDS)
     return True
+
+
+class _Heir:
+    """Who looks after a run: first who was started for it, later whoever takes over."""
+
+    def __init__(self, started: Started) -> None:
+        self.flow_run, self._num_known = started.flow_run, started.num_before
+        self._waits_until: float | None = None
+
+    def is_there(self, run: Run, state: RunState) -> bool:
+        """Say whether, now that the last one is over, another goes on or will soon."""
+        try:
+            newest = trainers.newest(run)
+            if newest and newest.number >= self._num_known and newest.flow_run != self.flow_run:
+                self.flow_run, self._num_known = newest.flow_run, newest.number + 1
+                self._waits_until = None
+                return True
+            is_awaited = reviving.is_awaited(run, self.flow_run, self._num_known)
+        except IslandsError:
+            is_awaited = True  # the store does not answer for a moment
+        self._waits_until = self._waits_until or time.monotonic() + _REVIVAL_SECONDS
+        return state.kind == "CRASHED" and is_awaited and time.monotonic() < self._waits_until
+
+
+def _done(state: RunState) -> RunState:
+    """Return the state of a flow run whose run has ended, whatever became of its process after that."""
+    return RunState("COMPLETED", state.message) if state.kind == "CRASHED" else state
 
 
 def _find(started: Started) -> Run | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_PROBLEMS = 200
 _FATES = ("merged", "passed over", "pending", "overwritten", "rolled back", "open")
+_BLOW_KEY = '<li><svg><path d="M11 13L5 1H17Z" class="blow"/></svg>a fault on purpose, as long as its stripe</li>\n'
 _LIVE = " The run has not ended: what is missing here may have come or gone while it was read."
 
 
@@ -60,6 +61,7 @@ def render(seen: Status, timeline: Timeline, found: Verification, configuration:
         tiles="".join(_tiles(seen, timeline, found)),
         axis_note=_axis_note(timeline),
         timeline=draw_timeline(drawn),
+        blow_key=_BLOW_KEY if timeline.blows else "",
         footnotes=_list("foot", [*_footnotes(timeline), *filter(None, [left_out])]),
         loss=draw_loss(timeline),
         staleness_note=_staleness_note(timeline),

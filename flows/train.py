@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -42,17 +43,18 @@ def train(
         origin: What a new run begins from: RUN, RUN@SNAPSHOT, URL/RUN@SNAPSHOT or PATH.safetensors, as the machine
             that serves the flow sees it. Empty: random parameters, from the seed.
     """
+    served_by = os.getppid()
     opened = starting.open_or_create(config, run, resume=resume, origin=origin)
+    supervisor = Supervisor(opened, get_run_logger(), starting.enlist(opened))
     starting.name_flow_run(f"train {opened.run_id}")
-    supervisor = Supervisor(opened, get_run_logger())
     with starting.tracked(opened) as ending:
         try:
             ending.status = _supervise(supervisor)
         except TerminationSignal:
-            supervising.ask_all_to_stop(opened, "the flow run of train was cancelled")
-            supervising.wait_until_away(supervisor, _STOP_SECONDS)
-            ending.status = "KILLED"
+            ending.status = _told_to_end(supervisor, is_orphan=os.getppid() != served_by)
             raise
+    if not ending.status:
+        return Completed(message=f"superseded: a later train looks after {opened.run_id}")
     if ending.status == "KILLED":
         return Cancelled(message=f"stopped on request; `diloco resume {opened.run_id}` continues")
     if ending.status == "FAILED":
@@ -61,8 +63,10 @@ def train(
 
 
 def _supervise(supervisor: Supervisor) -> str:
-    """Tick until all islands have left, then close the run; return how MLflow calls that ending."""
+    """Tick until all islands have left, then close the run; return how MLflow calls that, nothing if superseded."""
     while (outlook := supervisor.outlook()) != "left":
+        if outlook == "superseded":
+            return ""
         if outlook == "stopped":
             supervising.wait_until_away(supervisor, _STOP_SECONDS)
             return "KILLED"
@@ -71,3 +75,15 @@ def _supervise(supervisor: Supervisor) -> str:
     run = supervisor.run
     score = close_run(run, supervising.settle(run, sleep=time.sleep))
     return "FAILED" if score is None else "FINISHED"
+
+
+def _told_to_end(supervisor: Supervisor, *, is_orphan: bool) -> str:
+    """Stop the run with its state saved, unless it goes on elsewhere; return how MLflow calls that ending.
+
+    An orphan is told to end because the process that served it died: whoever serves next starts `train` again.
+    """
+    if is_orphan or supervisor.outlook() == "superseded":
+        return ""
+    supervising.ask_all_to_stop(supervisor.run, "the flow run of train was cancelled")
+    supervising.wait_until_away(supervisor, _STOP_SECONDS)
+    return "KILLED"

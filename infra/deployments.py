@@ -6,15 +6,18 @@ Knows flows by the string of their entrypoint and Prefect's client; must not imp
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect import serve
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas import objects
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentScheduleUpdate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -29,25 +32,28 @@ from prefect.client.schemas.filters import (
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.deployments.runner import RunnerDeployment
-from prefect.events import DeploymentEventTrigger
 from prefect.exceptions import ObjectNotFound, PrefectException, PrefectHTTPStatusError
 from prefect.flows import Flow, load_flow_from_entrypoint
+from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.types.entrypoint import EntrypointType
 
-from infra import events
+from infra import automations
 from islands.types import ConfigError, ServiceUnavailable
 
 NAME = "diloco"
-FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark")
+FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark", "chaos")
 # A serve process starts five flow runs at most unless told otherwise: no room for a synchronizer beside four islands.
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)
 _UNFINISHED = (*_LIVING, StateType.CANCELLING, StateType.PAUSED)
 _FAILED = (StateType.FAILED, StateType.CRASHED)
 _REFUSED = (409, 422)
+_MOST_READ = 50
+_log = logging.getLogger("prefect.diloco")  # where a serve process shows warnings
 _VENDOR_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
 
@@ -65,12 +71,31 @@ def serve_all(
         also: flows beside those that everybody is offered; there before them.
     """
     flows = (*also, *FLOWS)
+    with _client() as client:
+        automations.watch_heartbeats(client)
+    _outlive_outages()
     serve(
         *(_deployment(flow, parameters.get(flow, {}), evaluate_seconds) for flow in flows),
         limit=MOST_RUNS,
         pause_on_shutdown=False,
         print_starting_message=False,
     )
+
+
+def _outlive_outages() -> None:
+    """Let this process serve on after any outage of Prefect.
+
+    Its loop gives up after three looks in a row without an answer, and every flow that trains would go with it.
+    """
+    look = ScheduledRunPoller._get_and_submit_flow_runs
+
+    async def look_patiently(self: ScheduledRunPoller, task_group: Any = None) -> None:
+        try:
+            await look(self, task_group)
+        except httpx.HTTPError as exc:
+            _log.warning("Prefect must answer, got: %s; it is asked again", _first_line(exc))
+
+    ScheduledRunPoller._get_and_submit_flow_runs = look_patiently  # type: ignore[method-assign]
 
 
 def _deployment(
@@ -81,9 +106,9 @@ def _deployment(
     made = loaded.to_deployment(
         NAME,
         interval=interval,
-        triggers=[_quorum_trigger()] if flow == "synchronize" else None,
+        triggers=[automations.quorum_trigger()] if flow == "synchronize" else None,
         parameters=dict(parameters),
-        tags=["diloco"],
+        tags=[automations.TAG],
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     assert isinstance(made, RunnerDeployment)
@@ -110,19 +135,6 @@ def _schedules_of(flow: str) -> list[DeploymentScheduleCreate | DeploymentSchedu
         )
         for one in found.schedules
     ]
-
-
-def _quorum_trigger() -> DeploymentEventTrigger:
-    labels = {"store": events.STORE_LABEL, "run": events.RUN_LABEL, "ring": events.KEY_LABEL}
-    return DeploymentEventTrigger(
-        name="a quorum waits",
-        expect={events.QUORUM},
-        match={"prefect.resource.id": f"{events.RESOURCE}.*"},
-        for_each={events.KEY_LABEL},
-        threshold=1,
-        within=timedelta(seconds=60),
-        parameters={name: f"{{{{ event.resource['{label}'] }}}}" for name, label in labels.items()},
-    )
 
 
 def start(
@@ -183,6 +195,23 @@ class RunState:
         """Whether the flow run has ended."""
         return self.kind not in {kind.value for kind in _UNFINISHED}
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it only counts as dead because its heartbeats did not arrive: after an outage it may well live."""
+        return self.kind == "CRASHED" and self.message.startswith(automations.SILENT)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowRun:
+    """A flow run, of which flow and with what."""
+
+    id: str
+    flow: str
+    name: str
+    parameters: Mapping[str, Any]
+    tags: tuple[str, ...]
+    state: RunState
+
 
 def state_of(flow_run: str) -> RunState:
     """Return the state of a flow run.
@@ -192,12 +221,11 @@ def state_of(flow_run: str) -> RunState:
     """
     with _client() as client:
         try:
-            state = client.read_flow_run(UUID(flow_run)).state
+            return _state(client.read_flow_run(UUID(flow_run)))
         except ObjectNotFound:
             return RunState("DELETED", "its flow run was deleted")
         except _VENDOR_ERRORS as exc:
             raise _unanswered(exc) from exc
-    return RunState() if state is None else RunState(str(state.type.value), state.message or "")
 
 
 def living_run(flow: str, tags: Sequence[str]) -> str | None:
@@ -206,19 +234,89 @@ def living_run(flow: str, tags: Sequence[str]) -> str | None:
     Raises:
         ServiceUnavailable: Prefect did not answer.
     """
+    found = _read(flow, tags, _LIVING)
+    ordered = sorted(found, key=lambda run: str(run.created))
+    return str(ordered[-1].id) if ordered else None
+
+
+def newest_run(flow: str, tags: Sequence[str]) -> tuple[str, RunState] | None:
+    """Return the newest flow run of a flow with all these tags and its state, None if there never was one.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    ordered = sorted(_read(flow, tags, None), key=lambda run: str(run.created))
+    return (str(ordered[-1].id), _state(ordered[-1])) if ordered else None
+
+
+def unfinished_runs() -> list[FlowRun]:
+    """Return the flow runs of ours that Prefect believes to be at work, or about to be.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    kinds = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+    return [_flow_run(run) for run in _read(None, [automations.TAG], kinds)]
+
+
+def crashed_runs(flow: str | None = None) -> list[FlowRun]:
+    """Return the newest flow runs of ours, or of one flow, that have crashed.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    return [_flow_run(run) for run in _read(flow, [automations.TAG], (StateType.CRASHED,))]
+
+
+def set_state(flow_run: str, state: RunState) -> None:
+    """Tell Prefect what has become of a flow run, whatever it believed.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    told = State[Any](type=StateType(state.kind), message=state.message)
     with _client() as client:
         try:
-            found = client.read_flow_runs(
-                flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-                flow_run_filter=FlowRunFilter(
-                    tags=FlowRunFilterTags(all_=[*tags]),
-                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*_LIVING])),
-                ),
+            client.set_flow_run_state(UUID(flow_run), told, force=True)
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+
+
+def _read(
+    flow: str | None, tags: Sequence[str], kinds: Sequence[StateType] | None
+) -> list[objects.FlowRun]:
+    """Return flow runs by flow, tags and kinds of state, the newest first."""
+    of_kind = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*kinds])) if kinds else None
+    with _client() as client:
+        try:
+            return client.read_flow_runs(
+                flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])) if flow else None,
+                flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[*tags]), state=of_kind),
+                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+                limit=_MOST_READ,
             )
         except _VENDOR_ERRORS as exc:
             raise _unanswered(exc) from exc
-    ordered = sorted(found, key=lambda run: str(run.created))
-    return str(ordered[-1].id) if ordered else None
+
+
+def _flow_run(run: objects.FlowRun) -> FlowRun:
+    return FlowRun(
+        str(run.id), _flow_name(run.flow_id), run.name, run.parameters, tuple(run.tags), _state(run)
+    )
+
+
+def _state(run: objects.FlowRun) -> RunState:
+    state = run.state
+    return RunState() if state is None else RunState(str(state.type.value), state.message or "")
+
+
+@cache
+def _flow_name(flow: UUID) -> str:
+    with _client() as client:
+        try:
+            return str(client.read_flow(flow).name)
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
 
 
 def failures(tags: Sequence[str]) -> list[float]:

@@ -18,26 +18,24 @@ import http.client
 import json
 import os
 import socket
-import subprocess
 import sys
-import time
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infra import guard, settings
+from infra.keeping import Say, Service, Started, keep, poll
 from islands.types import ServiceUnavailable
 
 HOST = "127.0.0.1"
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
 RECORD = "services.json"
-# The first start of a Prefect server creates its database: up to 25 s on a busy machine.
-START_SECONDS = 120.0
 SERVER_GRACE_SECONDS = 10.0
 # Prefect gives each flow run 30 s to end before it kills it.
 SERVE_GRACE_SECONDS = 45.0
@@ -45,15 +43,22 @@ SERVE_GRACE_SECONDS = 45.0
 _LOCK_SECONDS = SERVE_GRACE_SECONDS + guard.KILL_SECONDS
 _ANSWER_SECONDS = 5.0
 _FIND_SECONDS = 2.0
-_PATIENCE_SECONDS = 3.0
-_POLL_SECONDS = 0.1
-_TAIL_LINES = 20
 _NO_TELEMETRY = {
     "DO_NOT_TRACK": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
-Say = Callable[[str], None]
+# What bounds the database of a Prefect server that runs for months: events are hints and history of hours, heartbeats
+# say nothing after minutes, and what a flow run of last week has trained stays in MLflow and in the store.
+_BOUNDS = {
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": "600",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": f"{7 * 86_400}",
+    "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"{86_400}",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(
+        {"prefect.flow-run.heartbeat": 3600}
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,83 +71,6 @@ class Services:
     prefect_api_url: str
     prefect_url: str
     mlflow_url: str
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """What to start. `where` is what people are told; `variables` come on top of this process's environment."""
-
-    name: str
-    command: tuple[str, ...]
-    variables: Mapping[str, str]
-    log: Path
-    where: str
-    is_ready: Callable[[], bool]
-    grace_seconds: float
-
-
-class Started:
-    """A service under its guard, from `start` to `stop`."""
-
-    def __init__(self, service: Service, process: subprocess.Popen[bytes], log_offset: int) -> None:
-        self.service = service
-        self.process = process  # the guard; its status is the command's
-        self._log_offset = log_offset
-
-    def wait_until_ready(self, say: Say, *, deadline_seconds: float = START_SECONDS) -> None:
-        """Return when the service is ready; raise `ServiceUnavailable` if it ends before, or takes too long."""
-        service = self.service
-        for waited in _poll(f"waiting for {service.name} on {service.where} …", say):
-            status = self.process.poll()
-            if status is None and service.is_ready():
-                return
-            if status is not None or waited > deadline_seconds:
-                break
-        problem = (
-            f"is not after {waited:.0f} s" if status is None else f"ended with status {status}"
-        )
-        raise ServiceUnavailable(
-            f"{service.name} must be ready on {service.where}, but {problem}; "
-            f"mend what its log names, {service.log}, which ends:\n{self._log_tail()}"
-        )
-
-    def stop(self, say: Say) -> None:
-        """Cut the lifeline and return when the service and all that descends from it is gone."""
-        assert self.process.stdin is not None, "the guard is started with a pipe"
-        self.process.stdin.close()
-        try:
-            self.process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            say(f"waiting for {self.service.name} to stop …")
-            self.process.wait()  # the guard has its own limits
-
-    def _log_tail(self) -> str:
-        with self.service.log.open("rb") as file:
-            file.seek(self._log_offset)
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:]) or "    (nothing)"
-
-
-def start(service: Service, *, held: Sequence[int] = ()) -> Started:
-    """Start the service under a guard, its output appended to its log. The caller stops it.
-
-    `held` are descriptors that the guard, not the service, keeps open until everything is gone: a lock.
-    """
-    service.log.parent.mkdir(parents=True, exist_ok=True)
-    # By its file, wherever this process runs; without site packages it starts sooner, and needs none.
-    own = [sys.executable, "-I", "-S", guard.__file__, "--grace", f"{service.grace_seconds:g}"]
-    with service.log.open("ab") as log:
-        process = subprocess.Popen(
-            [*own, "--", *service.command],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=settings.child_environment(service.variables),
-            pass_fds=tuple(held),
-            # Ctrl-C reaches this process alone, which stops its services in order.
-            start_new_session=True,
-        )
-        return Started(service, process, log.tell())
 
 
 def free_port(preferred: int) -> int:
@@ -159,13 +87,14 @@ def free_port(preferred: int) -> int:
 
 def prefect_server(home: Path, port: int) -> Service:
     """Return the Prefect server that keeps everything under `home/prefect`."""
-    url, folder = f"http://{HOST}:{port}", home / "prefect"
+    url, folder = f"http://{HOST}:{port}", settings.prefect_home(home)
     return Service(
         name="Prefect",
         command=(sys.executable, *f"-m prefect server start --host {HOST} --port {port}".split()),
         variables={
             **_NO_TELEMETRY,
-            "PREFECT_HOME": str(folder),
+            **_BOUNDS,
+            settings.PREFECT_HOME: str(folder),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db",
             # The default keeps leases in memory: a server killed while one is held never frees its slot.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
@@ -202,7 +131,11 @@ def serving(
 ) -> Service:
     """Return the process that serves the deployments; its environment names the services."""
     # Where the server is ours, its clients too keep nothing outside of home.
-    own = {} if settings.prefect_api_url() else {"PREFECT_HOME": str(home / "prefect")}
+    own = (
+        {}
+        if settings.prefect_api_url()
+        else {settings.HOME: str(home), settings.PREFECT_HOME: str(settings.prefect_home(home))}
+    )
     return Service(
         name="the process that serves the deployments",
         command=tuple(command),
@@ -211,6 +144,8 @@ def serving(
         where=services.prefect_url,
         is_ready=is_ready,
         grace_seconds=SERVE_GRACE_SECONDS,
+        # Without a server it would end at once, and use up its restarts.
+        may_start=lambda: _problem(services.prefect_api_url) is None,
     )
 
 
@@ -237,13 +172,15 @@ def running(
 ) -> Iterator[Services]:
     """Give the services of this machine, starting what is missing; at the end stop that again, last one first.
 
+    Meanwhile one that dies is started again where it was, with a limit.
+
     `PREFECT_API_URL` and `MLFLOW_TRACKING_URI` name servers to use instead of starting one.
 
     Args:
         home: the folder for all that the services keep; made where missing.
         serve: the command that serves the deployments, started once Prefect answers.
         is_served: whether the deployments are there.
-        say: told what is awaited, if it takes long.
+        say: told what is awaited, if it takes long, and what has died; by another thread, too.
 
     Raises:
         ServiceUnavailable: a service does not start or answer, or `home` is in use.
@@ -266,7 +203,7 @@ def running(
         os.pwrite(lock, record, 0)
 
         def begin(service: Service) -> Started:
-            started = start(service, held=[lock])
+            started = Started(service, held=[lock])
             stack.callback(started.stop, say)
             return started
 
@@ -274,11 +211,28 @@ def running(
         if prefect:
             servers[0].wait_until_ready(say)
         deployments = serving(home, serve, services, lambda: is_served(services))
-        for started in (*servers, begin(deployments)):
+        all_started = [*servers, begin(deployments)]
+        for started in all_started:
             started.wait_until_ready(say)
+        stack.enter_context(_kept(all_started, say))
         stack.callback((home / RECORD).unlink, missing_ok=True)
         (home / RECORD).write_bytes(record)
         yield services
+
+
+@contextmanager
+def _kept(services: Sequence[Started], say: Say) -> Iterator[None]:
+    """Start again what dies while the block runs."""
+    is_over = threading.Event()
+    keeper = threading.Thread(
+        target=keep, args=(services,), kwargs={"is_over": is_over, "say": say}, name="diloco-keeper"
+    )
+    keeper.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        keeper.join()
 
 
 def find(home: Path) -> Services | None:
@@ -294,6 +248,11 @@ def find(home: Path) -> Services | None:
         api_url = recorded.prefect_api_url
     tracking_uri = settings.mlflow_tracking_uri() or (recorded.mlflow_url if recorded else "")
     return _services(api_url, tracking_uri)
+
+
+def starter(home: Path) -> int | None:
+    """Return the process below which the services of `home` run, or ran last; None where none is recorded."""
+    return (_read_record(home / RECORD) or (None, None))[1]
 
 
 def _services(prefect_api_url: str, mlflow_url: str) -> Services:
@@ -349,7 +308,7 @@ def _problem(url: str, *, timeout_seconds: float = _ANSWER_SECONDS) -> str | Non
 def _take_lock(home: Path, say: Say) -> int:
     """Return a descriptor that holds the lock of `home`, once the guards of a dead process have let go of it."""
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    for waited in _poll(f"waiting for the last services on {home} to end …", say):
+    for waited in poll(f"waiting for the last services on {home} to end …", say):
         if _try_lock(lock):
             break
         holder = _read_record(home / "lock")
@@ -364,18 +323,6 @@ def _take_lock(home: Path, say: Say) -> int:
                 f"or set {settings.HOME} to another folder"
             )
     return lock
-
-
-def _poll(text: str, say: Say) -> Iterator[float]:
-    """Yield the seconds waited so far, without end; say what is awaited once it takes long."""
-    begun, has_said = time.monotonic(), False
-    while True:
-        waited = time.monotonic() - begun
-        if waited > _PATIENCE_SECONDS and not has_said:
-            say(text)
-            has_said = True
-        yield waited
-        time.sleep(_POLL_SECONDS)
 
 
 def _try_lock(lock: int) -> bool:

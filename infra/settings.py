@@ -14,6 +14,7 @@ from pathlib import Path
 PREFIX = "DILOCO_"
 HOME = "DILOCO_HOME"
 PREFECT_API_URL = "PREFECT_API_URL"
+PREFECT_HOME = "PREFECT_HOME"
 MLFLOW_TRACKING_URI = "MLFLOW_TRACKING_URI"
 DEFAULT_HOME = ".diloco"
 
@@ -33,6 +34,16 @@ def environment() -> dict[str, str]:
 def home() -> Path:
     """Return the absolute folder where this machine's services keep what they store; it need not exist."""
     return Path(os.environ.get(HOME) or DEFAULT_HOME).expanduser().absolute()
+
+
+def prefect_home(home: Path) -> Path:
+    """Return the folder where a Prefect server that is started on this home keeps all it has."""
+    return home / "prefect"
+
+
+def is_prefect_ours() -> bool:
+    """Say whether this process uses a Prefect server that was started on its home: of this machine alone."""
+    return _address(PREFECT_HOME) == str(prefect_home(home()))
 
 
 def prefect_api_url() -> str | None:

@@ -27,6 +27,7 @@ from islands.rules import broken_rules
 from islands.sections import (
     LARGEST_INTEGER,
     DataConfig,
+    HealthConfig,
     InnerConfig,
     IslandConfig,
     LocalConfig,
@@ -68,6 +69,9 @@ class RunConfig(Section):
     inner: InnerConfig = Field(default=InnerConfig(), description="The inner optimizer.")
     outer: OuterConfig = Field(default=OuterConfig(), description="The outer optimizer.")
     sync: SyncConfig = Field(default=SyncConfig(), description="Synchronization.")
+    health: HealthConfig = Field(
+        default=HealthConfig(), description="Limits of a healthy run; beyond them `status` warns."
+    )
     local: LocalConfig = Field(default=LocalConfig(), description="The local driver.")
     pipeline: PipelineConfig = Field(
         default=PipelineConfig(), description="Islands on clusters, run by flows."

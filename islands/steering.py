@@ -40,6 +40,7 @@ ACTS: Mapping[str, str] = {
     "sync.overlap_steps": ON_RESUME,
     "sync.error_feedback": NEXT_INCARNATION,
     "sync.chunk_bytes": NEXT_INCARNATION,  # of pushes; of versions at once
+    "health.*": AT_ONCE,
     "pipeline.*": AT_ONCE,
     "local.*": ON_RESUME,
     "islands.*.region": AT_ONCE,

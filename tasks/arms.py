@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra import services
-from infra.services import Service, Started
+from infra.keeping import Service, Started
 from islands.config import RunConfig
 from islands.sections import IslandConfig, ModelConfig, PipelineConfig, SyncConfig
 from tasks.arm import NO_EXCHANGE_STEPS
@@ -115,7 +114,7 @@ def training(name: str, plan: Plan, folder: Path, *, exchanges: bool) -> Iterato
         for place, log in zip(places, logs, strict=True):
             role = ("island", place) if place in ISLANDS else ("synchronizer",)
             service = _service(run, role, log)
-            started.append(services.start(service))
+            started.append(Started(service))
             stack.callback(started[-1].stop, _say_nothing)
         arm = Arm(name, run, started, logs)
         stack.callback(arm.go_on)  # before they are told to end

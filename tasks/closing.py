@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from islands import names
+from islands.types import VersionTaken
 from tasks import collecting
 from tasks.merging import Synchronizer
 from tasks.runs import Run
@@ -35,6 +37,7 @@ def close_run(run: Run, synchronizer: Synchronizer) -> Score | None:
             score.bits_per_byte,
             score.bigram,
         )
-    if run.store.read(names.FINISHED) is None:  # another `train` may have been quicker
-        collecting.finish(run, synchronizer.verdicts())
+    if run.store.read(names.FINISHED) is None:
+        with contextlib.suppress(VersionTaken):  # another `train` was quicker
+            collecting.finish(run, synchronizer.verdicts())
     return score

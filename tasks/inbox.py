@@ -335,17 +335,13 @@ class View:
         return True
 
     def _receive(self, name: str, key: names.ContributionKey) -> None:
-        for attempt in (1, 2):
-            try:
-                found = records.read_contribution(self._run.store, name)
-            except DamagedObject:
-                # Read again once: a store may answer half. Then it is damage.
-                if attempt == 2:
-                    self.damaged[name] = Verdict(name, "", key.learner, "damaged", 0)
-                continue
-            if found is not None:
-                self.offers[name] = found
+        try:
+            found = records.read_contribution(self._run.store, name)
+        except DamagedObject:
+            self.damaged[name] = Verdict(name, "", key.learner, "damaged", 0)
             return
+        if found is not None:
+            self.offers[name] = found
 
     def _note_response(self, key: names.ContributionKey, now: float) -> None:
         self._missed[key.learner] = 0

@@ -23,6 +23,7 @@ from islands.ledger import LearnerRecord
 from islands.steering import changes_between
 from islands.types import LearnerLost, Refused, StoreUnavailable
 from tasks import building, exchanging, history, pacing, records
+from tasks.enduring import Endured
 from tasks.exchanging import Exchange
 from tasks.receiving import Arrived, Receiver, newest_version
 from tasks.records import NewAttempt, Stamp
@@ -113,6 +114,7 @@ class Life:
                 note_merge=self._sender.note_merge,
             )
             exchange.link.meanwhile = self._receiver.care
+            self._receiver.also = Endured(exchange.run, self.island.name, exchange.link).look
             stack.callback(self._receiver.close)
             if lost:
                 self._hand_over(lost)

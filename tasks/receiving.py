@@ -73,6 +73,8 @@ class Receiver:
         self._num_pardons = 0
         self._num_troubles = 0
         self.poll_seconds = 0.2
+        # What else is looked after as often as a reason to end.
+        self.also: Callable[[], None] | None = None
         # "stopped", "superseded", "finished" or "left": why the learner must end, once it must.
         self.reason: str | None = None
         # What ended this thread, if anything did.
@@ -159,6 +161,8 @@ class Receiver:
 
     def _care(self, num_pardons: int) -> None:
         self._run = refreshed(self._run)
+        if self.also is not None:
+            self.also()
         reason = self._look_for_reason()
         with self._lock:
             is_stale = reason == "stopped" and num_pardons != self._num_pardons

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from infra import deployments, settings
 from infra.store import open_store
 from islands.config import RunConfig, config_from_json
 from islands.types import ConfigError, ServiceUnavailable
-from tasks import stopping, tracking
+from tasks import stopping, tracking, trainers
 from tasks.records import new_attempt
 from tasks.runs import Run, next_run_id, open_run, require_unfinished
 from tasks.sharing import require_shareable
@@ -71,6 +72,11 @@ def open_or_create(
     return creating.create_run(prepared, creating.attempts_of(prepared))
 
 
+def enlist(run: Run) -> int:
+    """Announce this flow run as the one that looks after the run from now on, and return its number."""
+    return trainers.enlist(run, str(flow_run.id), new_attempt, stamp=time.time)
+
+
 def name_flow_run(name: str) -> None:
     """Give this flow run a name that says which run it trains; Prefect may be too busy for that."""
     try:
@@ -81,7 +87,7 @@ def name_flow_run(name: str) -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """How the run ended, as MLflow calls it: "FINISHED", "FAILED" or "KILLED"."""
+    """How the run ended, as MLflow calls it: "FINISHED", "FAILED" or "KILLED"; empty where it goes on elsewhere."""
 
     status: str = "FAILED"
 

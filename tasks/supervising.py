@@ -18,7 +18,7 @@ from infra.deployments import RunState
 from infra.events import unique_key
 from islands.steering import changes_between
 from islands.types import DamagedObject, ServiceUnavailable, StoreUnavailable
-from tasks import history, records, stopping
+from tasks import history, records, stopping, trainers
 from tasks.collecting import collect
 from tasks.merging import Synchronizer
 from tasks.records import new_attempt
@@ -50,11 +50,13 @@ class Post:
 class Supervisor:
     """Starts the islands of a run, restarts what crashes, rings when nobody merges, collects what no rule needs.
 
-    `tick` does a little of each and returns at once; whoever owns it decides how often. One thread.
+    `tick` does a little of each and returns at once; whoever owns it decides how often. One thread. `trainer`: by which
+    number it looks after the run; one with a higher number relieves it of that.
     """
 
     run: Run
     log: Log
+    trainer: int = 0
     posts: dict[str, Post] = field(default_factory=dict)
     collected_at: float = 0.0
     bell: Bell | None = None
@@ -82,8 +84,14 @@ class Supervisor:
         return all(post.state.is_over for post in self.posts.values())
 
     def outlook(self) -> str:
-        """Return "left" when every island has left for good, "stopped" when somebody asked for that, else "goes on"."""
+        """Return how it stands.
+
+        "superseded": a later `train` looks after the run; "left": every island has left for good; "stopped": somebody
+        asked for that; else "goes on".
+        """
         try:
+            if trainers.count(self.run) > self.trainer + 1:
+                return "superseded"
             if {i.name for i in self.run.config.islands} <= records.departed(self.run.store):
                 return "left"
             return "stopped" if stopping.is_asked(self.run) else "goes on"
@@ -120,6 +128,8 @@ class Supervisor:
                 continue
             if not post.state.is_over:
                 post.state = deployments.state_of(post.flow_run)
+            if post.state.is_silent:  # its heartbeats may have been lost: the store knows better
+                self._begin_to_doubt(island.name, post)
             if post.state.is_over:
                 self._replace(island.name, post)
             elif post.doubted_since is not None:
@@ -127,20 +137,27 @@ class Supervisor:
 
     def _begin(self, island: str) -> Post:
         """Take over a living flow run of this island, or start one."""
-        living = deployments.living_run("island", self._tags(island))
-        if living is None:
-            return Post(self._start(island))
-        return Post(living, doubted_since=time.monotonic(), sign=self._sign_of_life(island))
+        newest = deployments.newest_run("island", self._tags(island))
+        if newest is None or (newest[1].is_over and not newest[1].is_silent):
+            return Post(self._start(island, after=newest and newest[0]))
+        post = Post(newest[0])
+        self._begin_to_doubt(island, post)
+        return post
+
+    def _begin_to_doubt(self, island: str, post: Post) -> None:
+        post.state = RunState()
+        if post.doubted_since is None:
+            post.doubted_since, post.sign = time.monotonic(), self._sign_of_life(island)
 
     def _doubt(self, island: str, post: Post, since: float) -> None:
-        """Start an island's flow again if the one taken over shows no sign of life; two of them fence each other."""
+        """Start an island's flow again if it shows no sign of life in the store; two of them fence each other."""
         if self._sign_of_life(island) != post.sign:
             post.doubted_since = None
             return
         patience = max(_DOUBT_SECONDS, 3 * self.run.config.pipeline.checkpoint_seconds)
         if time.monotonic() - since > patience:
             self.log.warning("the flow of %s shows no sign of life: started again", island)
-            post.flow_run, post.state = self._start(island), RunState()
+            post.flow_run, post.state = self._start(island, after=post.flow_run), RunState()
             post.doubted_since = None
 
     def _sign_of_life(self, island: str) -> tuple[int, int]:
@@ -148,12 +165,14 @@ class Supervisor:
         newest = records.newest_incarnation(self.run.store, island)
         return newest, 0 if link is None else link.trained
 
-    def _start(self, island: str) -> str:
+    def _start(self, island: str, *, after: str | None) -> str:
+        """Start an island's flow, at most once after the one that ended: another `train` may be at it as well."""
         run = self.run
         return deployments.start(
             "island",
             {"store": run.store_url, "run": run.run_id, "island": island},
             tags=self._tags(island),
+            key=unique_key(run.store_url, f"{run.run_id}-{island}-after-{after or 'nobody'}"),
             name=f"{island} of {run.run_id}",
             is_child=True,
         )
@@ -186,9 +205,7 @@ class Supervisor:
             post.state.kind,
             post.state.message,
         )
-        # The answer to an earlier start may have been lost on its way.
-        living = deployments.living_run("island", self._tags(island))
-        post.flow_run, post.state = living or self._start(island), RunState()
+        post.flow_run, post.state = self._start(island, after=post.flow_run), RunState()
         post.num_restarts += 1
 
     def _cancelled(self) -> set[str]:

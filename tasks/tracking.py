@@ -17,21 +17,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from infra.plots import Labels, Lane, Line, draw_lines, draw_timeline
 from infra.store import Store
 from infra.tracking import FINISHED, Found, Tracker, git_commit, open_tracker, recall
 from islands import metrics, names
 from islands.config import to_toml
-from islands.metrics import RUN, SYNCHRONIZER, Evaluation, Point, Sample
+from islands.metrics import RUN, SYNCHRONIZER, Point, Sample
 from islands.parsing import parse
 from islands.types import DamagedObject, IslandsError
 from islands.versions import Commit, layouts_to_json
 from tasks import records
-from tasks.collecting import SUITE
 from tasks.runs import Run, refreshed
+from tasks.scores import evaluations
 
 EXPERIMENT = "diloco"
 PASS_SECONDS = 3.0
@@ -44,6 +44,7 @@ FINAL_SECONDS = 30.0
 COMMITS_PER_ROUND = 200
 CURSOR = "diloco.cursor"
 SCORED = "diloco.cursor.evaluations"
+STRUCK = "diloco.chaos"  # what struck, in words
 MOST_MARKS = 400  # in one lane of the timeline
 _MERGED = "merged tokens"
 LOSS = Labels("Loss", _MERGED, "bits per byte", "islands: running mean of their training loss")
@@ -71,7 +72,8 @@ def follow(
         run: an open run.
         uri, experiment: where to log to.
         is_over: says that no more will come; asked several times a second.
-        ending: what the run ended with, asked when it is over: "FINISHED", "FAILED" or "KILLED".
+        ending: what the run ended with, asked when it is over: "FINISHED", "FAILED" or "KILLED"; empty where somebody
+            else goes on with it.
         say: is told once that MLflow is away, and once that it is back.
     """
     try:
@@ -103,7 +105,8 @@ def follow(
         tracker.deadline = time.monotonic() + FINAL_SECONDS
         follower.pass_once()
         follower.draw()
-        follower.end(ending())
+        if status := ending():
+            follower.end(status)
     except IslandsError as exc:
         say(str(exc))
     if follower.is_behind:
@@ -177,11 +180,15 @@ class CommitReader:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What it holds between passes. `parts`: part of the run -> its run in MLflow; `scored`: evaluations sent."""
+    """What it holds between passes. `parts`: part of the run -> its run in MLflow; `scored`: evaluations sent.
+
+    `struck`: what has struck on purpose, in words, as far as MLflow was told since the session began.
+    """
 
     parts: Mapping[str, Found]
     commits: CommitReader
     scored: list[int]
+    struck: list[str] = field(default_factory=list)
 
 
 class RunTracker:
@@ -257,6 +264,10 @@ class RunTracker:
         for score in evaluations(self.run, session.scored):
             session.scored.append(score.number)
             points += metrics.evaluation_points(score)
+        strikes = records.read_strikes(self.run.store)
+        for number in range(len(session.struck), len(strikes)):
+            session.struck.append(strikes[number].told)
+            points.append(metrics.strike_point(number, strikes[number]))
         # Two fragments pushed at once say the same of their island.
         return list(dict.fromkeys(points))
 
@@ -271,6 +282,8 @@ class RunTracker:
         self._tracker.remember(parent, CURSOR, session.commits.versions)
         if any(point.key.startswith("eval/") for point in points):
             self._tracker.remember(parent, SCORED, session.scored)
+        if any(point.key == metrics.FAULTS for point in points):
+            self._tracker.set_tag(parent, STRUCK, "; ".join(session.struck))
 
     def _open(self) -> Session:
         """Find or create the runs, and where the cursor stands."""
@@ -371,23 +384,6 @@ class Figures:
         lanes.append(Lane("merges", (), tuple(sorted(merges))))
         is_real = max(merges, default=metrics.FIRST_STAMP) >= metrics.FIRST_STAMP
         return draw_timeline(lanes, "Timeline", "seconds" if is_real else "base steps")
-
-
-def evaluations(run: Run, known: Collection[int]) -> Iterator[Evaluation]:
-    """Yield the scores that are not known yet; a score says what it is of, its snapshot may be gone."""
-    for number in sorted(set(records.numbers_in(run.store, f"evaluations/{SUITE}")) - set(known)):
-        try:
-            body, _ = records.require(run.store, names.evaluation(SUITE, number))
-            made = [
-                records.require_commit(run.store, p, parse(int, version))[0]
-                for p, version in enumerate(body["versions"])
-            ]
-            merged_tokens = parse(int, body["merged_tokens"])
-            bits, bigram = (parse(float, body[key]) for key in ("bits_per_byte", "bigram"))
-        except (DamagedObject, KeyError, TypeError, ValueError):
-            continue  # `verify` is who says so
-        at = max(commit.at for commit in made)
-        yield Evaluation(number, merged_tokens, bits, bigram, at)
 
 
 def _stamp_of(store: Store, name: str) -> float | None:

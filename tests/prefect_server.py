@@ -11,6 +11,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra import deployments, services, settings
+from infra.keeping import Started
 from infra.services import Services
 
 
@@ -18,7 +19,7 @@ from infra.services import Services
 def prefect_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """Where the session's server is; there is no MLflow."""
     server = services.prefect_server(tmp_path_factory.mktemp("home"), services.free_port(0))
-    started = services.start(server)
+    started = Started(server)
     try:
         started.wait_until_ready(print)
         yield Services(f"{server.where}/api", server.where, "")

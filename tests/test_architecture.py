@@ -30,7 +30,15 @@ Sources = Mapping[str, str]
 Checker = Callable[[Sources], list[str]]
 
 MAY_IMPORT = {
-    "flows": ("flows", "tasks", "islands.config", "islands.sections", "islands.types", "infra"),
+    "flows": (
+        "flows",
+        "tasks",
+        "islands.chaos",
+        "islands.config",
+        "islands.sections",
+        "islands.types",
+        "infra",
+    ),
     "tasks": ("tasks", "infra", "islands"),
     "infra": ("infra", "islands.types"),
     "islands": ("islands",),
@@ -53,7 +61,7 @@ VENDORS_OF_ISLANDS = {
 PREFECT_FILES = (
     "flows/*.py",
     "tasks/*.py",
-    *(f"infra/{name}.py" for name in ("events", "services", "deployments")),
+    *(f"infra/{name}.py" for name in ("automations", "events", "services", "deployments")),
 )
 VENDOR_FILES = {
     "cyclopts": ("flows/cli*.py",),

@@ -20,11 +20,11 @@ from tasks import records
 from tasks.evidence import Row, Verification
 from tasks.reporting import FragmentStatus, IslandStatus, Status, status
 from tasks.runs import Run
+from tasks.scores import Evaluation
 from tasks.timeline import (
     Adoption,
     Bar,
     Entry,
-    Evaluation,
     Lane,
     Merge,
     Push,

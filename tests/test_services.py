@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from infra import services, settings
-from infra.services import Service, Services, ServiceUnavailable
+from infra.keeping import Service, Started
+from infra.services import Services, ServiceUnavailable
 
 NEEDS_SERVICES = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("prefect", "mlflow")),
@@ -200,7 +201,7 @@ def test_a_service_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: P
     example = service(tmp_path, [*PYTHON, source], lambda: False)
     example.log.parent.mkdir()
     example.log.write_text("of an earlier start\n")
-    started = services.start(example)
+    started = Started(example)
     with pytest.raises(ServiceUnavailable) as caught:
         started.wait_until_ready(fail)
     started.stop(fail)
@@ -212,7 +213,7 @@ def test_a_service_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: P
 
 
 def test_a_service_that_does_not_get_ready_is_given_up(tmp_path: Path) -> None:
-    started = services.start(service(tmp_path, ["sleep", "100"], lambda: False))
+    started = Started(service(tmp_path, ["sleep", "100"], lambda: False))
     with pytest.raises(ServiceUnavailable, match=r"but is not after 0 s; .*\n    \(nothing\)"):
         started.wait_until_ready(fail, deadline_seconds=0.2)
     started.stop(fail)
@@ -233,7 +234,7 @@ time.sleep(100)
     begun = time.monotonic()
     example = service(tmp_path, [*PYTHON, source], lambda: time.monotonic() - begun > 4)
     said: list[str] = []
-    started = services.start(example)
+    started = Started(example)
     started.wait_until_ready(said.append)
     started.stop(said.append)
     assert said == [

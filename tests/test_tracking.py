@@ -35,7 +35,7 @@ from islands import metrics
 from islands.config import parse_config
 from islands.types import ConfigError
 from islands.versions import Commit
-from tasks import evaluating, records, tracking
+from tasks import evaluating, records, scores, tracking
 from tasks.runs import Run, open_run
 from tasks.tracking import CURSOR, SCORED, RunTracker, follow, track
 from tests.runs import TINY, finish, start, tiny_config, train
@@ -141,7 +141,7 @@ def expected(run: Run) -> dict[str, dict[str, Counter[Row]]]:
     for commit in sorted(commits, key=lambda commit: (commit.at, commit.fragment, commit.version)):
         points += metrics.points_of(commit, heads, rates)
         heads[commit.fragment] = commit
-    for score in tracking.evaluations(run, ()):
+    for score in scores.evaluations(run, ()):
         points += metrics.evaluation_points(score)
     found: dict[str, dict[str, Counter[Row]]] = {}
     for p in set(points):
