@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+from islands.chaos import Fault
 from islands.config import RunConfig
+from islands.goodput import victims
 from islands.sections import (
     ClusterConfig,
     DataConfig,
@@ -16,6 +19,7 @@ from islands.sections import (
 )
 from tasks.arms import MODEL
 
+_MOST_DEATHS = 100
 ISLANDS = ("west", "east", "europe", "asia")
 
 
@@ -39,6 +43,14 @@ class Plan:
     job_checkpoint_seconds: float = 1.0
     seed: int = 0
     source: str = "stdlib"
+
+    def faults(self) -> list[Fault]:
+        """Return more deaths than there is time for: of everybody once, in a seeded order, before anybody twice."""
+        whom = islice(victims(ISLANDS, self.seed), _MOST_DEATHS)
+        return [
+            Fault("kill", island=island, after_seconds=number * self.kill_seconds)
+            for number, island in enumerate(whom, start=1)
+        ]
 
     def config(self, folder: Path) -> RunConfig:
         """Return the configuration of the runs; everything is kept, so that every version can be made again."""

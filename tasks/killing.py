@@ -8,85 +8,70 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from infra import deployments
 from islands import names
+from islands.chaos import Fault
 from islands.config import RunConfig
-from islands.goodput import Kill, Span, Trace, victims
+from islands.goodput import Kill, Span, Trace
 from islands.types import IslandsError
 from islands.versions import Commit
-from tasks import data_parallel, history, records, supervising
+from tasks import data_parallel, records, supervising
+from tasks.chaos import Chaos
 from tasks.checkpoint_costs import checkpoint_seconds
 from tasks.evaluating import evaluate
-from tasks.faults import kill_learner
 from tasks.goodput import Pipeline
 from tasks.kept_work import kept_work
-from tasks.kill_plan import ISLANDS, Plan
+from tasks.kill_plan import Plan
 from tasks.replaying import replay_into
 from tasks.reporting import status
 from tasks.runs import Run, open_run
 from tasks.verifying import verify
 
-_LOOKS_PER_SECOND = 5
+_LOOKS_PER_SECOND = 2
 
 
 @dataclass(slots=True)
 class Killer:
-    """Kills somebody every so often, from when every island has pushed something. One thread.
+    """Carries out a plan of faults from when every island has pushed something. One thread.
 
     Attributes:
         store_url, run_id: the run, which need not exist yet.
-        victims: whom, in order.
-        every_seconds: from one death to the next, and from the beginning to the first.
-        until_share: nobody is killed any more once an island has trained so much of its share.
+        faults: counted from there.
+        until_share: nobody is struck any more once an island has trained so much of its share.
         begun: stamp of the moment since which all have pushed.
-        kills, incarnations: who was killed so far, and as which incarnation.
     """
 
     store_url: str
     run_id: str
-    victims: Iterator[str]
-    every_seconds: float
+    faults: Sequence[Fault]
     until_share: float
     begun: float = 0.0
-    kills: list[Kill] = field(default_factory=list)
-    incarnations: list[int] = field(default_factory=list)
-    _run: Run | None = None
-    _due: float = 0.0
-    _next: str = ""
+    _chaos: Chaos | None = None
 
     def look(self) -> None:
         """Do what is due."""
-        run = self._run = self._run or _found(self.store_url, self.run_id)
-        if run is None:
+        if self._chaos is not None:
+            if _progress(self._chaos.run) >= self.until_share:
+                self._chaos.waiting.clear()
+            self._chaos.look()
             return
-        if not self.begun:
-            if _have_all_pushed(run):
-                self.begun, self._due = time.time(), time.monotonic() + self.every_seconds
-        elif time.monotonic() >= self._due and _progress(run) < self.until_share:
-            self._kill(run)
-
-    def _kill(self, run: Run) -> None:
-        victim = self._next = self._next or next(self.victims)
-        incarnation = records.newest_incarnation(run.store, victim)
-        if kill_learner(run, victim) is None:
-            return  # its successor has not registered yet: at the next look
-        self.kills.append(Kill(victim, time.time()))
-        self.incarnations.append(incarnation)
-        self._next, self._due = "", self._due + self.every_seconds
+        run = _found(self.store_url, self.run_id)
+        if run is not None and _steps(run).keys() >= {i.name for i in run.config.islands}:
+            self.begun = time.time()
+            self._chaos = Chaos(run, [*self.faults], say=lambda told: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A run that trained to its end under deaths: when all were at work, who was killed, when Prefect knew."""
+    """A run that trained to its end under deaths: when all were at work, who was killed, how soon Prefect knew."""
 
     run: Run
     begun: float
     kills: tuple[Kill, ...]
-    incarnations: tuple[int, ...]
     detect: tuple[float, ...]
 
 
@@ -97,18 +82,10 @@ def train_killed(plan: Plan, folder: Path) -> Killed:
         IslandsError: the run did not end well.
     """
     config = plan.config(folder)
-    killer = Killer(
-        config.store,
-        "killed",
-        victims(ISLANDS, plan.seed),
-        every_seconds=plan.kill_seconds,
-        until_share=plan.until_share,
-    )
+    killer = Killer(config.store, "killed", plan.faults(), plan.until_share)
     run = _train(config, "killed", killer.look)
-    kills = tuple(killer.kills)
-    return Killed(
-        run, killer.begun, kills, tuple(killer.incarnations), tuple(seconds_to_detect(run, kills))
-    )
+    kills = kills_of(run)
+    return Killed(run, killer.begun, kills, tuple(seconds_to_detect(run, kills)))
 
 
 def train_in_peace(plan: Plan, folder: Path) -> Run:
@@ -144,7 +121,7 @@ def look_back(plan: Plan, killed: Killed, peaceful: Run) -> Pipeline:
     return Pipeline(
         trace=trace,
         detect=killed.detect,
-        merged_again=seconds_to_merge(commits, killed.kills, killed.incarnations),
+        merged_again=seconds_to_merge(run, killed.kills),
         contributing=[len(commit.consumed) for commit in commits],
         quorum=run.config.quorum,
         lost=sum(max(0, row.imbalance) for row in found.rows),
@@ -208,20 +185,29 @@ def seconds_to_detect(run: Run, kills: Sequence[Kill]) -> list[float]:
     return waits
 
 
-def seconds_to_merge(
-    commits: Sequence[Commit], kills: Sequence[Kill], incarnations: Sequence[int]
-) -> list[float]:
+def seconds_to_merge(run: Run, kills: Sequence[Kill]) -> list[float]:
     """Return the seconds from each death to the first version that holds work of a later incarnation."""
-    waits = []
-    for kill, incarnation in zip(kills, incarnations, strict=True):
+    commits, waits = commits_of(run), []
+    for kill in kills:
+        later = _incarnations_since(run, kill)
         stamps = [
             commit.at
             for commit in commits
             for entry in commit.consumed
-            if entry.learner == kill.island and entry.stop.incarnation > incarnation
+            if entry.learner == kill.island and entry.stop.incarnation in later
         ]
         waits += [min(stamps) - kill.at] if stamps else []
     return waits
+
+
+def kills_of(run: Run) -> tuple[Kill, ...]:
+    """Return whom the strikes that a run's store records have killed, in order."""
+    strikes = records.read_strikes(run.store)
+    return tuple(
+        Kill(strike.fault.island, strike.at)
+        for strike in strikes
+        if strike.fault.kind == "kill" and strike.fault.island is not None
+    )
 
 
 def commits_of(run: Run) -> list[Commit]:
@@ -243,16 +229,25 @@ def _found(store_url: str, run_id: str) -> Run | None:
         return None  # not there yet
 
 
-def _have_all_pushed(run: Run) -> bool:
-    pushed = {
-        key.learner
-        for name in run.store.list_names("inbox/")
-        if (key := names.parse_contribution(name)) is not None
-    }
-    return pushed >= {island.name for island in run.config.islands}
+def _steps(run: Run) -> dict[str, int]:
+    """Return how far each island that has pushed anything has come."""
+    steps: dict[str, int] = {}
+    for name in run.store.list_names("inbox/"):
+        if (key := names.parse_contribution(name)) is not None:
+            steps[key.learner] = max(key.stop.step, steps.get(key.learner, 0))
+    return steps
 
 
 def _progress(run: Run) -> float:
     """Return the largest share of its share that an island has trained."""
-    links = {island.name: history.last_link(run, island.name) for island in run.config.islands}
-    return max(link.trained / run.own_tokens(name) for name, link in links.items() if link)
+    tokens_per_step = {i.name: i.batch_size * run.config.model.context for i in run.config.islands}
+    return max(
+        step * tokens_per_step[name] / run.own_tokens(name) for name, step in _steps(run).items()
+    )
+
+
+def _incarnations_since(run: Run, kill: Kill) -> set[int]:
+    """Return the incarnations of a killed learner that registered after its death."""
+    numbers = range(records.newest_incarnation(run.store, kill.island) + 1)
+    bodies = {n: records.require(run.store, names.incarnation(kill.island, n))[0] for n in numbers}
+    return {number for number, body in bodies.items() if float(body["at"]) > kill.at}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from infra import processes
+from islands.chaos import Fault
 from islands.data import batch_at
 from islands.goodput import (
     Kill,
@@ -35,6 +36,7 @@ from tasks.data_parallel import Job, Place, open_job, place_from, works_in
 from tasks.goodput import DECOUPLED, ELASTIC, RIGID, Pipeline
 from tasks.kept_work import kept_work
 from tasks.kill_plan import ISLANDS, Plan
+from tasks.local import Driver
 from tasks.records import new_attempt
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import StepLog, read_steps
@@ -208,7 +210,7 @@ def test_the_first_version_with_work_of_the_next_life_ends_the_wait(killed_run: 
     commits = killing.commits_of(killed_run)
     later = [c.at for c in commits for e in c.consumed if "-1-" in e.name and e.learner == "east"]
     kills = [Kill("east", 20.0), Kill("west", 20.0)]
-    assert killing.seconds_to_merge(commits, kills, [0, 0]) == [min(later) - 20.0]
+    assert killing.seconds_to_merge(killed_run, kills) == [min(later) - 20.0]
 
 
 def test_losses_are_compared_at_about_as_many_merged_tokens(
@@ -233,30 +235,59 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_the_killer_waits_until_all_have_pushed_and_kills_what_is_registered(
+def test_the_plan_begins_once_all_have_pushed_and_strikes_who_is_registered(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     config = tiny_config(tmp_path)
-    killer = killing.Killer(
-        config.store, "r", iter(("east", "west")), every_seconds=0.0, until_share=0.5
-    )
+    fault = Fault("kill", island="east", after_seconds=0.0)
+    killer = killing.Killer(config.store, "r", [fault], until_share=0.5)
     killer.look()
     driver = start(config)
     killer.look()
     assert not killer.begun
-    while len({name.split("/")[2] for name in driver.run.store.list_names("inbox/")}) < 3:
-        driver.advance()
+    advance_until_all_have_pushed(driver)
+    killer.look()
     killer.look()
     assert killer.begun
-    killer.look()
-    assert not killer.kills  # the learner that is registered runs nowhere
-    where = processes.of(sleeper.pid)
-    assert where is not None
-    past = history.register(driver.run, "east", new_attempt, stamp=time.time, where=where)
+    assert killing.kills_of(driver.run) == ()  # the learner that is registered runs nowhere
+    register(driver.run, "east", sleeper)
     killer.look()
     assert sleeper.wait(20) == -signal.SIGKILL
-    assert [kill.island for kill in killer.kills] == ["east"]
-    assert killer.incarnations == [past.incarnation]
+    killer.look()  # writes it down, if the first look could not
+    (kill,) = killing.kills_of(driver.run)
+    assert (kill.island, kill.at > killer.begun) == ("east", True)
+
+
+def test_nobody_is_struck_once_an_island_is_near_its_end(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    config = tiny_config(tmp_path)
+    fault = Fault("kill", island="east", after_seconds=0.0)
+    killer = killing.Killer(config.store, "r", [fault], until_share=0.01)
+    driver = start(config)
+    advance_until_all_have_pushed(driver)
+    register(driver.run, "east", sleeper)
+    for _ in range(3):
+        killer.look()
+    assert sleeper.poll() is None
+
+
+def advance_until_all_have_pushed(driver: Driver) -> None:
+    while len({name.split("/")[2] for name in driver.run.store.list_names("inbox/")}) < 3:
+        driver.advance()
+
+
+def register(run: Run, island: str, process: subprocess.Popen[bytes]) -> None:
+    where = processes.of(process.pid)
+    assert where is not None
+    history.register(run, island, new_attempt, stamp=time.time, where=where)
+
+
+def test_the_plan_kills_every_20_seconds_and_everybody_in_turn() -> None:
+    faults = Plan().faults()
+    assert [fault.after_seconds for fault in faults[:3]] == [20.0, 40.0, 60.0]
+    assert {fault.island for fault in faults[:4]} == set(ISLANDS)
+    assert {fault.kind for fault in faults} == {"kill"}
 
 
 # --- data-parallel jobs ---
