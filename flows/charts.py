@@ -12,7 +12,8 @@ from html import escape
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from tasks.timeline import Evaluation, Merge, Timeline
+    from tasks.scores import Evaluation
+    from tasks.timeline import Merge, Timeline
 
 Item = TypeVar("Item")
 Series = dict[str, list[tuple[float, float]]]

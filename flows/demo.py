@@ -11,6 +11,7 @@ from flows import cli_options, cli_running, screen
 from flows.following import DONE, FAILED, STOPPED, Claim
 from infra import services, settings
 from infra.services import Services
+from islands.chaos import Fault
 from islands.config import RunConfig, parse_config
 from islands.types import IslandsError
 from tasks.reporting import Status, status
@@ -61,27 +62,33 @@ def _services(store: str) -> Iterator[Services]:
 
 def _train(config: RunConfig, run_id: str, found: Services, is_stopped: Claim) -> int:
     from flows import pipeline  # Prefect, which reads its address when it is imported
-    from tasks.faults import Script
+    from tasks.chaos import Chaos
 
     for line in _introduction(config, run_id):
         screen.say(line)
     started = pipeline.start(config, run_id)
     screen.say(f"  Prefect: {found.prefect_url}/runs/flow-run/{started.flow_run}")
     screen.say(f"  MLflow:  {found.mlflow_url}")
-    script = Script(config.local.faults)
+    faults = [Fault("kill", island=f.island, step=f.step) for f in config.local.faults]
+    chaos: Chaos | None = None
     with screen.progress("training", config.total_tokens) as advance:
         follower = screen.FlowFollower(advance)
 
         def look(seen: Status) -> None:
-            for line in script.strike(started.store_url, seen):
-                screen.say(f"  {line}")
+            nonlocal chaos
+            chaos = chaos or Chaos(open_run(config.store, run_id), faults, _say_inset)
+            chaos.look()
             follower(seen)
 
         state = pipeline.follow(started, look, is_stopped)
     if state.kind != "COMPLETED":
         screen.complain(state.message or f"the run ended as {state.kind}")
         return STOPPED if is_stopped() else FAILED
-    return _summary(open_run(config.store, run_id), script.has_struck_all)
+    return _summary(open_run(config.store, run_id), chaos is not None and not chaos.waiting)
+
+
+def _say_inset(line: str) -> None:
+    screen.say(f"  {line}")
 
 
 def _introduction(config: RunConfig, run_id: str) -> Iterator[str]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 from flows.charts import colour, dot, evenly, label, level, name, round_step, titled, vertical
 
 if TYPE_CHECKING:
+    from tasks.blows import Blow
     from tasks.timeline import Adoption, Bar, Lane, Merge, Push, Timeline
 
 Mark = TypeVar("Mark", "Merge", "Push", "Adoption")
 
 # More marks than these a browser draws slowly, and nobody can tell apart.
-MOST_PUSHES, MOST_ADOPTIONS, MOST_BARS = 2_400, 2_400, 2_000
+MOST_PUSHES, MOST_ADOPTIONS, MOST_BARS, MOST_BLOWS = 2_400, 2_400, 2_000, 1_000
 _LANE = 56
 _MOST_TICKS = 9
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
@@ -60,6 +61,10 @@ def draw_timeline(timeline: Timeline) -> str:
     for i, lane in enumerate(timeline.lanes):
         inside = "".join([*_bars(timeline, lane, i), *_adoptions_and_pushes(timeline, lane, i)])
         marks.append(f'<g class="lane">{inside}</g>')
+    for blow in timeline.blows:
+        marks += _blow(
+            timeline, blow, _LANE * order[blow.learner] if blow.learner in order else top
+        )
     svg = f'<svg height="{height + 26:.0f}" role="img" aria-label="timeline">{"".join(marks)}</svg>'
     return f'<div class="lanes"><div>{"".join(names)}</div><div class="scroll">{svg}</div></div>'
 
@@ -79,7 +84,8 @@ def thin_out(timeline: Timeline) -> tuple[Timeline, str]:
         )
         for lane in timeline.lanes
     )
-    drawn = replace(timeline, merges=merges, lanes=lanes)
+    blows = tuple(evenly(timeline.blows, MOST_BLOWS))
+    drawn = replace(timeline, merges=merges, lanes=lanes, blows=blows)
     before, after = _count(timeline), _count(drawn)
     missing = [
         f"{count - after[what]:,} of {count:,} {what}"
@@ -107,6 +113,7 @@ def _count(timeline: Timeline) -> dict[str, int]:
         "incarnations": sum(len(lane.bars) for lane in lanes),
         "adoptions": sum(len(lane.adoptions) for lane in lanes),
         "pushes that no merge took": sum(len(lane.pushes) for lane in lanes),
+        "faults on purpose": len(timeline.blows),
     }
 
 
@@ -152,6 +159,16 @@ def _death(timeline: Timeline, lane: Lane, bar: Bar, y: float) -> str:
     strokes = 'd="M-6-6L6 6M6-6L-6 6"'
     cross = f'<path class="halo" {strokes}/><path {strokes}/>'
     return f'<svg class="death" {place}>{titled(told)}{cross}</svg>'
+
+
+def _blow(timeline: Timeline, blow: Blow, y: int) -> Iterator[str]:
+    """Yield a fault: an arrow head down on its lane, and a stripe for as long as it lasted."""
+    told, x = f"{blow.told}\n{when_of(timeline, blow.place)}, on purpose", _x(timeline, blow.place)
+    if blow.length:
+        place = f'x="{x}" y="{y + 2}" width="{_width(timeline, blow.length)}" height="4"'
+        yield f'<rect class="blow" {place}>{titled(told)}</rect>'
+    place = f'x="{x}" y="{y + 17}" overflow="visible"'
+    yield f'<svg class="blow" {place}>{titled(told)}<path d="M0 0L-6-15H6Z"/></svg>'
 
 
 def _adoptions_and_pushes(timeline: Timeline, lane: Lane, i: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_PROBLEMS = 200
 _FATES = ("merged", "passed over", "pending", "overwritten", "rolled back", "open")
+_BLOW_KEY = '<li><svg><path d="M11 13L5 1H17Z" class="blow"/></svg>a fault on purpose, as long as its stripe</li>\n'
 _LIVE = " The run has not ended: what is missing here may have come or gone while it was read."
 
 
@@ -60,11 +61,13 @@ def render(seen: Status, timeline: Timeline, found: Verification, configuration:
         tiles="".join(_tiles(seen, timeline, found)),
         axis_note=_axis_note(timeline),
         timeline=draw_timeline(drawn),
+        blow_key=_BLOW_KEY if timeline.blows else "",
         footnotes=_list("foot", [*_footnotes(timeline), *filter(None, [left_out])]),
         loss=draw_loss(timeline),
         staleness_note=_staleness_note(timeline),
         staleness=draw_staleness(timeline),
         shares=_shares(seen, timeline),
+        health=_health(seen),
         motion="" if seen.is_finished else _LIVE,
         ledger=_ledger(found),
         refusals=_refusals(timeline),
@@ -158,6 +161,26 @@ def _staleness_note(timeline: Timeline) -> str:
 
 
 # --- tables ---
+
+
+def _health(seen: Status) -> str:
+    num_islands = (
+        f"{seen.live} live, {seen.contributing} contributing, {seen.quorum} needed for a merge"
+    )
+    line = f'<p class="note">Islands: {num_islands}.</p>'
+    if not seen.findings:
+        return line + '<p class="verdict"><span class="good">nothing found</span></p>'
+    rows = [
+        [
+            escape(one.kind),
+            escape(one.island or "all"),
+            f"{one.value:.3g} {escape(one.meaning)}",
+            escape(one.remedy),
+            f"{one.threshold:.3g}",
+        ]
+        for one in seen.findings
+    ]
+    return line + _table(("finding", "island", "what", "remedy", "limit"), rows, num_words=4)
 
 
 def _shares(seen: Status, timeline: Timeline) -> str:

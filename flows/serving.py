@@ -26,7 +26,11 @@ def main() -> None:
     threading.Thread(target=_watch, args=(reviver,), name="diloco-reviver", daemon=True).start()
     config = json.loads(RunConfig(store=given.store).model_dump_json())
     serve_all(
-        {"train": {"config": config}, "evaluate": {"store": given.store}},
+        {
+            "train": {"config": config},
+            "evaluate": {"store": given.store},
+            "chaos": {"store": given.store},
+        },
         evaluate_seconds=given.evaluate_seconds,
         also=given.also,
     )

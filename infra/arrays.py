@@ -25,7 +25,7 @@ import google_crc32c
 import numpy as np
 
 from infra.store import Store
-from islands.types import DamagedObject, Manifest, StoredArray, StoredObject
+from islands.types import DamagedObject, Manifest, StoredArray, StoredObject, VersionTaken
 
 # zarr is imported where it is first needed: it takes longer to load than all else, and a program that only reads
 # records (status, a synchronizer with nothing to merge) never needs it.
@@ -83,14 +83,14 @@ class ArrayWriter:
             attributes: array name -> JSON attributes to keep beside it, e.g. the true dtype of bfloat16.
 
         Raises:
-            VersionTaken: the folder is in use.
+            VersionTaken: the folder holds something else.
             StoreUnavailable: the store did not answer.
         """
         self._store = store
         self._folder = folder
         self._objects: dict[str, StoredObject] = {}
         self._specs: dict[str, StoredArray] = {}
-        self._put_metadata(_METADATA, _group_metadata())
+        self._put(_METADATA, google_crc32c.value(_group_metadata()), _group_metadata())
         for name, (dtype, length) in arrays.items():
             if "/" in name:
                 raise ValueError(f"an array's name must hold no '/', got {name!r}")
@@ -98,7 +98,7 @@ class ArrayWriter:
             spec = StoredArray(name, np.dtype(dtype).name, length, chunk)
             kept = json.dumps((attributes or {}).get(name, {}))
             data = _array_metadata(spec.dtype, length, spec.chunk_length, kept)
-            self._put_metadata(f"{name}/{_METADATA}", data)
+            self._put(f"{name}/{_METADATA}", google_crc32c.value(data), data)
             self._specs[name] = spec
 
     def chunk_length(self, name: str) -> int:
@@ -109,7 +109,6 @@ class ArrayWriter:
         """Write whole chunks of an array, in any order, each once.
 
         Args:
-            name: the array.
             start: the first element, a multiple of the array's chunk length.
             values: one-dimensional, of the array's dtype; whole chunks, or up to the array's end.
 
@@ -149,16 +148,20 @@ class ArrayWriter:
         objects = sorted(self._objects.values(), key=lambda item: item.name)
         return Manifest(self._folder, tuple(self._specs.values()), tuple(objects))
 
-    def _put_metadata(self, name: str, data: bytes) -> None:
-        self._store.create(f"{self._folder}/{name}", data, sync=False)
-        self._objects[name] = StoredObject(name, len(data), google_crc32c.value(data))
-
     def _put_chunk(self, name: str, numbers: np.ndarray[Any, Any]) -> None:
         octets = numbers.view(np.uint8)
         checksum = cast(int, google_crc32c.value(octets))
-        end = checksum.to_bytes(_CHECKSUM_BYTES, "little")
-        self._store.create(f"{self._folder}/{name}", (octets.data, end), sync=False)
-        self._objects[name] = StoredObject(name, octets.size + len(end), checksum)
+        self._put(name, checksum, octets.data, checksum.to_bytes(_CHECKSUM_BYTES, "little"))
+
+    def _put(self, item: str, checksum: int, *parts: bytes | memoryview) -> None:
+        name = f"{self._folder}/{item}"
+        try:
+            self._store.create(name, parts, sync=False)
+        except VersionTaken:
+            # A cloud client repeats a put whose answer was lost, and then meets its own object.
+            if item in self._objects or self._store.read(name) != b"".join(parts):
+                raise
+        self._objects[item] = StoredObject(item, sum(map(len, parts)), checksum)
 
 
 def write_arrays(
@@ -221,7 +224,6 @@ class ArrayReader:
         """Return the elements [start, stop) of an array; fetches only the chunks they lie in.
 
         Args:
-            name: the array.
             start: the first element.
             stop: the first element not to read; None is the array's end.
             copy: False if the caller will not write to the result: elements of one chunk then come as they were read.
@@ -370,6 +372,14 @@ def _chunk_names(spec: StoredArray, start: int, stop: int) -> list[str]:
 
 
 def _read_checked(store: Store, folder: str, item: StoredObject) -> bytes:
+    """Return an object's bytes, compared with the manifest; a store may answer half, so they are read twice at most."""
+    try:
+        return _read_once(store, folder, item)
+    except DamagedObject:
+        return _read_once(store, folder, item)
+
+
+def _read_once(store: Store, folder: str, item: StoredObject) -> bytes:
     name = f"{folder}/{item.name}"
     try:
         data = store.read(name)

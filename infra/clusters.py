@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import queue
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +24,7 @@ import dask
 from distributed import Client, Future, LocalCluster, get_worker, wait
 from distributed.client import FutureCancelledError
 from distributed.comm.core import connect
+from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.scheduler import KilledWorker
 from distributed.security import Security
@@ -34,6 +39,14 @@ Message = Mapping[str, Any]
 _CONNECT_SECONDS = 10
 _START_SECONDS = 120
 _NICENESS = 10
+# A worker told to end has so long for what it works on, and its result so long to be fetched.
+_NOTICE_SECONDS = 25.0
+_FETCH_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
+# Under which a nanny tells that it ended a worker for its memory.
+_MEMORY_TOPIC = "worker-restart-memory"
+# In a worker: it was told to end.
+_noticed = threading.Event()
 # One attempt at everything, no spilling, no statistical profiler; a long step that holds the GIL is no death.
 _SETTINGS = MappingProxyType(
     {
@@ -47,7 +60,6 @@ _SETTINGS = MappingProxyType(
         "distributed.worker.memory.target": False,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
-        "distributed.worker.memory.terminate": False,
         "distributed.worker.profile.enabled": False,
         "distributed.admin.tick.limit": "30s",
         "distributed.comm.timeouts.connect": f"{_CONNECT_SECONDS}s",
@@ -62,10 +74,15 @@ class ClusterSpec:
 
     `name`: of the island, for people. `threads`: that a learner computes on. A scheduler at an address has settings of
     its own: with `distributed.scheduler.allowed-failures` above 0 it repeats a call whose worker died, in silence.
+    Of a cluster of our own alone: `spares`, worker processes that wait for the death of the one at work; `memory_mb`,
+    what a worker may use before it is ended; `preload`, a module that every worker imports at its start.
     """
 
     name: str
     threads: int = 1
+    spares: int = 0
+    memory_mb: int | None = None
+    preload: str = ""
     address: str | None = None
     ca_file: str | None = None
     cert_file: str | None = None
@@ -73,10 +90,16 @@ class ClusterSpec:
 
 
 class Call(Generic[Result]):
-    """One function at work on the cluster."""
+    """One function at work on the cluster.
 
-    def __init__(self, future: Future[Any]) -> None:
+    `place`: the addresses of the workers where it has ended well; empty before its result was fetched.
+    """
+
+    def __init__(self, client: Client, future: Future[Any], memory: Mapping[str, int]) -> None:
+        self.place: tuple[str, ...] = ()
+        self._client = client
         self._future = future
+        self._ended_for_memory = memory
 
     def is_done(self, seconds: float) -> bool:
         """Wait at most so long, and say whether it has ended, well or not."""
@@ -85,7 +108,7 @@ class Call(Generic[Result]):
         return bool(self._future.done())
 
     def result(self) -> Result:
-        """Return what the function returned; what it raised is raised here, with its traceback.
+        """Return what the function returned, once; what it raised is raised here, with its traceback.
 
         Raises:
             LearnerLost: its process died, or the scheduler lost sight of it.
@@ -93,12 +116,24 @@ class Call(Generic[Result]):
         try:
             result: Result = self._future.result()
         except KilledWorker as exc:
-            raise LearnerLost(f"the worker process died ({_last_worker(exc)})") from exc
+            raise LearnerLost(self._how_it_died(_last_worker(exc))) from exc
         except (FutureCancelledError, OSError) as exc:
             if self._future.status == "error":
                 raise  # the function's own
             raise LearnerLost(f"the scheduler lost the call ({type(exc).__name__}: {exc})") from exc
+        self.place = tuple(self._client.who_has([self._future]).get(self._future.key, ()))
+        # Of a result that somebody still holds Dask would repeat the whole call, should the worker that has it die.
+        self._future.release()
         return result
+
+    def _how_it_died(self, worker: str) -> str:
+        used = self._ended_for_memory.get(worker)
+        if used is None:
+            return f"the worker process died ({worker})"
+        return (
+            f"a worker must stay within cluster.memory_mb, got {used // 2**20} MB ({worker}), and was ended; "
+            "raise it, or lower batch_size"
+        )
 
 
 class Cluster:
@@ -106,9 +141,11 @@ class Cluster:
 
     def __init__(self, client: Client, topic: str) -> None:
         self._client = client
-        self._last: Future[Any] | None = None
+        self._last: Call[Any] | None = None
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ended_for_memory: dict[str, int] = {}
         client.subscribe_topic(topic, lambda event: self._messages.put(event[1]))
+        client.subscribe_topic(_MEMORY_TOPIC, lambda event: self._note_memory(event[1]))
 
     def call(self, function: Callable[[Any], Result], argument: object) -> Call[Result]:
         """Start a function on a worker, waiting for one if the last one is just being replaced.
@@ -119,29 +156,25 @@ class Cluster:
         try:
             self._client.wait_for_workers(1, timeout=_START_SECONDS)
             # Where it was before it is warm: elsewhere it would begin again from a checkpoint.
-            there = self._last_workers()
+            there = () if self._last is None else self._last.place
             future = self._client.submit(
                 function,
                 argument,
                 pure=False,
                 retries=0,
-                workers=there,
-                allow_other_workers=there is not None,
+                workers=there or None,
+                allow_other_workers=bool(there),
             )
         except (TimeoutError, OSError) as exc:
             raise ClusterUnavailable(
                 f"a cluster must have a worker within {_START_SECONDS} s, got none; "
                 "see the scheduler's log, or start a worker"
             ) from exc
-        self._last = future
-        return Call(future)
+        self._last = Call(self._client, future, self._ended_for_memory)
+        return self._last
 
-    def _last_workers(self) -> list[str] | None:
-        """Return where the last call ended well, while that worker is there."""
-        if self._last is None or self._last.status != "finished":
-            return None
-        there = self._client.who_has([self._last]).get(self._last.key, ())
-        return list(there) or None
+    def _note_memory(self, event: Message) -> None:
+        self._ended_for_memory[event["worker"]] = event["rss"]
 
     def messages(self) -> list[Message]:
         """Return what the functions told since the last call."""
@@ -165,7 +198,7 @@ def open_cluster(spec: ClusterSpec, topic: str) -> Iterator[Cluster]:
             if spec.address is None:
                 cluster = stack.enter_context(_start(spec))
                 client = stack.enter_context(Client(cluster, timeout=_CONNECT_SECONDS))
-                client.register_plugin(_Shielded())
+                client.register_plugin(_Shielded(spec.preload))
             else:
                 security = _security(spec)
                 _greet(spec.address, security)
@@ -173,12 +206,20 @@ def open_cluster(spec: ClusterSpec, topic: str) -> Iterator[Cluster]:
                     Client(spec.address, security=security, timeout=_CONNECT_SECONDS)
                 )
         except (OSError, TimeoutError, RuntimeError, ValueError, TypeError) as exc:
-            where = spec.address or "a cluster of its own"
-            raise ClusterUnavailable(
-                f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {where}: {exc}; "
-                "check that the scheduler runs there and the certificates fit"
-            ) from exc
+            raise _unavailable(spec, exc) from exc
         yield Cluster(client, topic)
+
+
+def _unavailable(spec: ClusterSpec, exc: Exception) -> ClusterUnavailable:
+    if spec.address is None:
+        return ClusterUnavailable(
+            f"island {spec.name}: a cluster of its own must start, got: {exc}; see what is logged above. A script that "
+            'starts one must be a file, and do so below `if __name__ == "__main__":`, for its workers import it'
+        )
+    return ClusterUnavailable(
+        f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {spec.address}: {exc}; "
+        "check that the scheduler runs there and the certificates fit"
+    )
 
 
 def _greet(address: str, security: Security | None) -> None:
@@ -205,33 +246,64 @@ def teller(topic: str) -> Callable[[Message], None]:
     return lambda message: worker.log_event(topic, dict(message))
 
 
+def is_told_to_end() -> bool:
+    """Say whether this process, a worker, was told to end soon: by a SIGTERM, such as a notice of its machine."""
+    return _noticed.is_set()
+
+
 class _Shielded(WorkerPlugin):
     """What a worker process on this machine is told at its start.
 
     A signal meant for a flow's whole process group must not kill the learner before its last checkpoint; without its
-    parent a worker ends by itself. And it gives way: where learners share cores with servers and a synchronizer, those
-    need little, but at once.
+    parent a worker ends by itself. So SIGTERM is a notice: the worker takes no further call, ends the one at work in
+    its own time (see `is_told_to_end`), and then its process. And it gives way: where learners share cores with
+    servers and a synchronizer, those need little, but at once.
     """
 
     name = "diloco-shielded"
     idempotent = True
 
+    def __init__(self, preload: str) -> None:
+        self._preload = preload
+
     def setup(self, worker: Worker) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        loop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        notice = partial(_take_notice, worker)
+        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(notice))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.nice(_NICENESS)
+        if self._preload:
+            # In a thread of its own: the worker answers meanwhile.
+            load = partial(importlib.import_module, self._preload)
+            threading.Thread(target=load, name="diloco-preload", daemon=True).start()
+
+
+def _take_notice(worker: Worker) -> None:
+    """Let a worker end: it gets no further call, and its process ends with the one it has."""
+    if not _noticed.is_set():
+        _noticed.set()
+        worker.status = Status.paused  # which its scheduler is told
+        threading.Thread(target=_end_process, args=(worker,), daemon=True).start()
+
+
+def _end_process(worker: Worker) -> None:
+    ends = time.monotonic() + _NOTICE_SECONDS
+    while worker.state.executing and time.monotonic() < ends:
+        time.sleep(_LOOK_SECONDS)
+    time.sleep(min(_FETCH_SECONDS, max(0.0, ends - time.monotonic())))
+    os._exit(0)
 
 
 def _start(spec: ClusterSpec) -> LocalCluster:
     return LocalCluster(
         name=spec.name,
-        n_workers=1,
+        n_workers=1 + spec.spares,
         threads_per_worker=1,
         processes=True,
         host="127.0.0.1",
         scheduler_port=0,
         dashboard_address="127.0.0.1:0",
-        memory_limit=0,
+        memory_limit=0 if spec.memory_mb is None else spec.memory_mb * 2**20,
     )
 
 
@@ -244,7 +316,8 @@ def _environment(spec: ClusterSpec) -> dict[str, Any]:
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
             "MALLOC_TRIM_THRESHOLD_": 65536,
-        }
+        },
+        "distributed.worker.memory.terminate": 1.0 if spec.memory_mb is not None else False,
     }
 
 

@@ -8,6 +8,8 @@ once, also while a payload is being paced in another thread.
 An object is the least that can be paced, since a store writes and reads it whole: a payload goes chunk by chunk. One
 that is sent pays before it is created, one that is fetched pays before it is handed over, so neither is anywhere sooner
 than a link of that bandwidth would bring it.
+
+A link can also be out of order for a while, on purpose: `cut` and `fill`.
 """
 
 from __future__ import annotations
@@ -75,7 +77,6 @@ class Link:
             it looks after must not wait for data.
         bytes_up, bytes_down: bytes created, and read, below the counted folders. What a failed attempt moved counts
             too, if the store said that it was done.
-        num_created: objects created by way of it, whatever their folder.
         bytes_per_second: the cap in each direction; None: no cap.
     """
 
@@ -92,10 +93,10 @@ class Link:
         self._counted, self._paced = counted, paced
         self._up, self._down = Bucket(), Bucket()
         self.bytes_up, self.bytes_down = bytes_up, bytes_down
-        self.num_created = 0
         self.bytes_per_second: float | None = None
         self.meanwhile: Callable[[], None] | None = None
         self._is_closed = False
+        self._cut_until = self._full_until = -math.inf
 
     @property
     def url(self) -> str:
@@ -106,13 +107,14 @@ class Link:
         """As `Store.create`, after its bytes have passed.
 
         Raises:
-            StoreUnavailable: the link was closed while they did; nothing was created.
+            StoreUnavailable: the link was closed while they did, or is out of order; nothing was created.
         """
         parts = data if isinstance(data, tuple) else (data,)
         num_bytes = sum(memoryview(part).nbytes for part in parts)
+        self._demand_order(f"create {name}", creates=True)
         self._pass(self._up, name, num_bytes, None)
+        self._demand_order(f"create {name}", creates=True)
         self._store.create(name, data, sync=sync)
-        self.num_created += 1
         if name.startswith(self._counted):
             self.bytes_up += num_bytes
 
@@ -120,30 +122,43 @@ class Link:
         """As `Store.read`, handed over once its bytes have passed.
 
         Raises:
-            StoreUnavailable: the link was closed while they did.
+            StoreUnavailable: the link was closed while they did, or is out of order.
         """
+        self._demand_order(f"read {name}")
         data = self._store.read(name)
         if data is not None:
             self._pass(self._down, name, len(data), self.meanwhile)
+            self._demand_order(f"read {name}")
             if name.startswith(self._counted):
                 self.bytes_down += len(data)
         return data
 
     def list_names(self, prefix: str) -> list[str]:
         """As `Store.list_names`, at once."""
+        self._demand_order(f"list {prefix}")
         return self._store.list_names(prefix)
 
     def delete(self, name: str) -> None:
         """As `Store.delete`, at once."""
+        self._demand_order(f"delete {name}")
         self._store.delete(name)
 
     def sync(self, prefix: str) -> None:
         """As `Store.sync`, at once."""
+        self._demand_order(f"sync {prefix}")
         self._store.sync(prefix)
 
     def within(self, prefix: str) -> Store:
         """Return a view of a folder of the store itself: nothing there is counted or paced."""
         return self._store.within(prefix)
+
+    def cut(self, seconds: float) -> None:
+        """Refuse every verb for so long from now."""
+        self._cut_until = max(self._cut_until, time.monotonic() + seconds)
+
+    def fill(self, seconds: float) -> None:
+        """Refuse to create anything for so long from now, as a full disk does."""
+        self._full_until = max(self._full_until, time.monotonic() + seconds)
 
     def lift(self) -> None:
         """Take the cap away for good: whoever waits for its turn goes on at once."""
@@ -154,6 +169,18 @@ class Link:
         """Let nothing that pays through any more: whoever waits for its turn is refused at once."""
         self._is_closed = True
         self.lift()
+
+    def _demand_order(self, what: str, *, creates: bool = False) -> None:
+        """Raise `StoreUnavailable` while the link is out of order."""
+        now = time.monotonic()
+        if now < self._cut_until:
+            raise StoreUnavailable(
+                f"cannot {what}: the link is cut on purpose for another {self._cut_until - now:.1f} s"
+            )
+        if creates and now < self._full_until:
+            raise StoreUnavailable(
+                f"cannot {what}: no space left, on purpose for another {self._full_until - now:.1f} s"
+            )
 
     def _pass(
         self, bucket: Bucket, name: str, num_bytes: int, meanwhile: Callable[[], None] | None

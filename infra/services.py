@@ -250,6 +250,11 @@ def find(home: Path) -> Services | None:
     return _services(api_url, tracking_uri)
 
 
+def starter(home: Path) -> int | None:
+    """Return the process below which the services of `home` run, or ran last; None where none is recorded."""
+    return (_read_record(home / RECORD) or (None, None))[1]
+
+
 def _services(prefect_api_url: str, mlflow_url: str) -> Services:
     api_url = prefect_api_url.rstrip("/")
     return Services(api_url, api_url.removesuffix("/api"), mlflow_url)

@@ -27,7 +27,16 @@ _Handle = S3Store | GCSStore | MemoryStore
 _VENDOR_ERRORS = (BaseError, OSError, ValueError)
 # 16 MiB in 120 s: an object of the usual size passes over a link of 1.2 Mbit/s.
 _CLIENT: ClientConfig = {"connect_timeout": "5s", "timeout": "120s"}
-_RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+# So long may a connection be silent. Not while a large object is sent: no answer comes before all of it has passed.
+_STALL: ClientConfig = {"read_timeout": "8s"}
+_MOST_QUICK_BYTES = 2**18
+# With back-off and jitter (obstore's: 0.1 s, doubled each time) two to three seconds in all. Not longer: whoever asks
+# has a pause of its own, and looks after other things in between.
+_RETRIES: RetryConfig = {
+    "max_retries": 5,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3)},
+}
 _PROBE_CLIENT: ClientConfig = {"connect_timeout": "3s", "timeout": "5s"}
 _PROBE_RETRIES: RetryConfig = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
 
@@ -123,9 +132,13 @@ def open_store(url: str, *, durable: bool = True) -> Store:
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """A place that obstore serves: a cloud bucket, or memory. `folder` is "" or ends in "/"."""
+    """A place that obstore serves: a cloud bucket, or memory. `folder` is "" or ends in "/".
+
+    `patient` sends large objects, `handle` does all else, and notices a connection that has gone silent.
+    """
 
     handle: _Handle
+    patient: _Handle
     base_url: str
     folder: str
 
@@ -138,7 +151,8 @@ class ObjectStore:
         try:
             # A copy: the memory store keeps the buffer that it is handed, and the caller's may change later.
             whole = b"".join(data) if isinstance(data, tuple) else bytes(data)
-            obstore.put(self.handle, key, whole, mode="create")
+            handle = self.handle if len(whole) <= _MOST_QUICK_BYTES else self.patient
+            obstore.put(handle, key, whole, mode="create")
         except AlreadyExistsError as exc:
             raise VersionTaken(f"{self.url}/{name} exists already") from exc
         except _VENDOR_ERRORS as exc:
@@ -186,7 +200,9 @@ def _open_memory(rest: str) -> ObjectStore:
     name, _, folder = rest.partition("/")
     with _shared_memory_lock:
         handle = _shared_memory.setdefault(name, MemoryStore()) if name else MemoryStore()
-    return ObjectStore(handle, f"memory://{name}", _check_url_folder(f"memory://{rest}", folder))
+    return ObjectStore(
+        handle, handle, f"memory://{name}", _check_url_folder(f"memory://{rest}", folder)
+    )
 
 
 def _open_cloud(scheme: str, rest: str) -> ObjectStore:
@@ -201,13 +217,14 @@ def _open_cloud(scheme: str, rest: str) -> ObjectStore:
     try:
         probe = _connect(scheme, bucket, _PROBE_CLIENT, _PROBE_RETRIES)
         next(iter(obstore.list(probe, folder or None, chunk_size=1)), None)
-        handle = _connect(scheme, bucket, _CLIENT, _RETRIES)
+        quick = _connect(scheme, bucket, {**_CLIENT, **_STALL}, _RETRIES)
+        patient = _connect(scheme, bucket, _CLIENT, _RETRIES)
     except _VENDOR_ERRORS as exc:
         raise ConfigError(
             f"a store must answer when it is opened, got {url}: {_first_line(exc)}; check the bucket's name, the "
             "credentials, and for S3 AWS_ENDPOINT_URL and AWS_REGION (AWS_ALLOW_HTTP=true for an http endpoint)"
         ) from exc
-    return ObjectStore(handle, url, folder)
+    return ObjectStore(quick, patient, url, folder)
 
 
 def _connect(

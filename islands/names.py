@@ -14,6 +14,7 @@ right, because order is always taken from the parsed value.
     advisories/f0003/<version>-<n>.json                 a round that could commit nothing, and why
     changes/<n>.json, finished.json                     later settings; the end, with an inventory
     stops/<n>.json                                      somebody asked to stop, or to go on: the newest one counts
+    chaos/<n>.json                                      a fault that struck on purpose
     driver/<n>.json                                     the local driver's clock and queue
     payloads/<name of the header>/<attempt>/            zarr groups
 """
@@ -103,7 +104,7 @@ def evaluation(suite: str, number: int) -> str:
 
 
 def numbered(folder: str, number: int) -> str:
-    """Return the name of the `number`-th object of a folder that counts: synchronizers, trainers, changes, driver."""
+    """Return the name of the `number`-th object of a folder that counts, such as synchronizers, changes or chaos."""
     return f"{folder}/{number}.json"
 
 

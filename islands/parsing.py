@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache, partial
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # A larger whole number is no count, position or size, and from 10**308 on no float either.
 LARGEST_WHOLE = 2**63 - 1
@@ -19,8 +19,9 @@ LARGEST_WHOLE = 2**63 - 1
 def parse(kind: Any, value: Any) -> Any:
     """Return `value`, as JSON holds it, as an instance of the annotation `kind`.
 
-    Kinds: str, int, float, X | None, tuples, mappings with text keys, and records (dataclasses and named tuples) of
-    these, which JSON holds as an object with exactly the record's fields, or as a list in their order. NaN is a float.
+    Kinds: str, int, float, Literal[…], X | None, tuples, mappings with text keys, and records (dataclasses and named
+    tuples) of these, which JSON holds as an object with exactly the record's fields, or as a list in their order. NaN
+    is a float.
 
     Raises:
         ValueError: the value is of another type, or a whole number is out of range.
@@ -32,6 +33,8 @@ def parse(kind: Any, value: Any) -> Any:
 def _reader(kind: Any) -> Callable[[Any], Any]:
     """Return the function that reads one kind: what the annotation says is looked at once, not for every value."""
     origin = get_origin(kind)
+    if origin is Literal:
+        return partial(_read_choice, get_args(kind))
     if origin is types.UnionType:
         read = _reader(get_args(kind)[0])
         return lambda value: None if value is None else read(value)
@@ -47,6 +50,11 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 def _read_plain(kind: Any, value: Any) -> Any:
     _demand(type(value) is kind, f"of type {kind.__name__}", value)
     _demand(kind is not int or abs(value) <= LARGEST_WHOLE, "a number of 63 bits", value)
+    return value
+
+
+def _read_choice(choices: tuple[Any, ...], value: Any) -> Any:
+    _demand(value in choices, f"one of {', '.join(map(str, choices))}", value)
     return value
 
 

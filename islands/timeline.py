@@ -178,14 +178,14 @@ class Traces:
 def axis_over(
     islands: Mapping[str, Traces],
     merges: Sequence[tuple[float, Iterable[str]]],
-    begun: Sequence[float | None],
+    others: Sequence[float | None],
 ) -> Axis:
     """Return the axis for everything.
 
     Args:
         islands: learner -> its traces.
         merges: each one's stamp and the names of what it took.
-        begun: stamps of the synchronizers' records.
+        others: stamps of records that are no island's.
     """
     pushed = {
         name: (learner, sent.at)
@@ -197,7 +197,7 @@ def axis_over(
         for learner, sent_at in (pushed[name] for name in taken if name in pushed):
             if sent_at is not None and math.isfinite(sent_at - at):
                 lags.setdefault(learner, []).append(sent_at - at)
-    stamps = [Stamp("", at) for at in (*begun, *(at for at, _ in merges))]
+    stamps = [Stamp("", at) for at in (*others, *(at for at, _ in merges))]
     for learner, traces in islands.items():
         ends = [*(at for at, _ in traces.births.values()), *(traces.farewell or ())[1:]]
         stamps += [Stamp(learner, at) for at in (*ends, *(at for _, at in traces.marks()))]

@@ -10,6 +10,7 @@ This module knows shapes, positions and names; it must not know a model, a store
      ├── VersionTaken         a create-only name exists already
      ├── Refused              a contribution breaks a rule; `reason` says which
      ├── StoreUnavailable     the store did not answer
+     ├── StoreLost            it has not for as long as anybody waits for it
      ├── ServiceUnavailable   Prefect, MLflow or another service did not start or did not answer
      ├── ClusterUnavailable   an island's Dask cluster cannot be opened, or did not answer
      └── LearnerLost          the process that trained an island is gone
@@ -25,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from islands.parsing import parse
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Lower case only: two ids that differ by case alone are one folder on some disks. Both ends alphanumeric keeps out
 # hidden files and options.
 PLAIN_NAME_PATTERN = r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?"
@@ -57,6 +58,10 @@ class VersionTaken(IslandsError):
 
 class StoreUnavailable(IslandsError):
     """The store cannot be opened, or did not answer."""
+
+
+class StoreLost(IslandsError):
+    """The store has not answered for as long as anybody waits for it."""
 
 
 class ServiceUnavailable(IslandsError):

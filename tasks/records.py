@@ -5,6 +5,7 @@ Knows names and record types; must not know how a record is made or judged. No t
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from infra.arrays import ArrayReader
 from infra.store import Store
 from islands import names
+from islands.chaos import FOLDER, Strike, strike_from_json
 from islands.codecs import Encoded, coded_length, codes_change, decode, wire_codec
 from islands.contributions import Contribution, contribution_from_json
 from islands.ledger import LearnerRecord
@@ -51,8 +53,16 @@ def write(store: Store, name: str, body: Mapping[str, Any]) -> str:
 
 
 def read(store: Store, name: str) -> tuple[dict[str, Any], str] | None:
-    """Return (body, digest) of a record, or None if there is none."""
+    """Return (body, digest) of a record, or None if there is none.
+
+    Raises:
+        DamagedObject: its bytes are not what was sealed, also when read once more: a store may answer half.
+    """
     data = store.read(name)
+    try:
+        return None if data is None else unseal(name, data)
+    except DamagedObject:
+        data = store.read(name)
     return None if data is None else unseal(name, data)
 
 
@@ -150,6 +160,16 @@ def look_at_learners(store: Store) -> tuple[dict[str, int], frozenset[str]]:
         elif last == "left.json":
             gone.add(learner)
     return newest, frozenset(gone)
+
+
+def read_strikes(store: Store) -> list[Strike]:
+    """Return the faults that struck on purpose, in the order of their records; a damaged one is left to `verify`."""
+    strikes = []
+    for number in sorted(numbers_in(store, FOLDER)):
+        name = names.numbered(FOLDER, number)
+        with contextlib.suppress(DamagedObject):
+            strikes.append(parsed(name, strike_from_json, require(store, name)[0]))
+    return strikes
 
 
 def newest_incarnations(store: Store) -> dict[str, int]:

@@ -15,12 +15,13 @@ from typing import Any
 from islands import names
 from islands.contributions import Consumed, Contribution, Tally, Telemetry, Verdict
 from islands.parsing import parse
-from islands.timeline import Axis, Sent, Stamp, Traces, axis_over, track_of
+from islands.timeline import Axis, Sent, Stamp, Traces, axis_over
 from islands.types import DamagedObject, Position
 from islands.versions import Commit
 from tasks import records
-from tasks.collecting import SUITE
+from tasks.blows import Blow, blows_of
 from tasks.runs import Run
+from tasks.scores import Evaluation, placed_evaluations
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +99,6 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A score on the held-out text. `merged_tokens` are interpolated unless the snapshot is kept."""
-
-    snapshot: int
-    merged_tokens: float
-    is_kept: bool
-    bits_per_byte: float
-    bigram: float
-
-
-@dataclass(frozen=True, slots=True)
 class Refusal:
     """How many contributions of a learner were refused for a reason, and the tokens they announced."""
 
@@ -129,6 +119,7 @@ class Timeline:
     synchronizers: tuple[tuple[int, float], ...]
     evaluations: tuple[Evaluation, ...]
     refusals: tuple[Refusal, ...]
+    blows: tuple[Blow, ...] = ()
 
     def weight_shares(self) -> dict[str, float]:
         """Return each learner's share of a merge's weight, mean over all merges."""
@@ -149,12 +140,12 @@ def read_timeline(run: Run) -> Timeline:
     chains = [_chain(run, layout.index) for layout in run.layouts]
     commits = [commit for chain in chains for commit in chain[1:]]
     late = _late_verdicts(run)
-    islands = {island.name: _traces(run, island.name) for island in run.config.islands}
+    islands = {island.name: _traces(run, island.name) for island in run.config.members}
     _note_commits(islands, commits, late)
     _read_inbox(run, islands, [chain[-1] for chain in chains])
-    begun = _synchronizers(run)
+    begun, strikes = _synchronizers(run), records.read_strikes(run.store)
     taken = [(commit.at, [entry.name for entry in commit.consumed]) for commit in commits]
-    axis = axis_over(islands, taken, [at for _, at in begun])
+    axis = axis_over(islands, taken, [*(at for _, at in begun), *(one.at for one in strikes)])
     for name, island in islands.items():
         island.lay(axis, name)
     return Timeline(
@@ -167,8 +158,9 @@ def read_timeline(run: Run) -> Timeline:
             for number, at in begun
             if (place := axis.place(Stamp("", at))) is not None
         ),
-        evaluations=_evaluations(run),
+        evaluations=placed_evaluations(run),
         refusals=_refusals([chain[-1] for chain in chains], late),
+        blows=tuple(blows_of(axis, strikes)),
     )
 
 
@@ -362,26 +354,7 @@ def _adoptions(traces: Traces) -> tuple[Adoption, ...]:
     return tuple(sorted(adoptions, key=lambda one: (one.place, one.fragment)))
 
 
-# --- scores and refusals ---
-
-
-def _evaluations(run: Run) -> tuple[Evaluation, ...]:
-    """Return every score; where its snapshot is no longer kept, its tokens lie between those of kept ones."""
-    try:
-        kept = {
-            one.number: float(one.merged_tokens) for one, _ in records.read_snapshots(run.store)
-        }
-    except DamagedObject:
-        kept = {}
-    track = track_of([(-1, 0.0), *kept.items()])
-    found = []
-    for number in sorted(records.numbers_in(run.store, f"evaluations/{SUITE}")):
-        body = _body(run, names.numbered(f"evaluations/{SUITE}", number))
-        score, bigram = _number(body.get("bits_per_byte")), _number(body.get("bigram"))
-        if score is not None and bigram is not None:
-            is_kept = number in kept
-            found.append(Evaluation(number, track.place(number), is_kept, score, bigram))
-    return tuple(found)
+# --- refusals ---
 
 
 def _refusals(heads: list[Commit], late: list[Verdict]) -> tuple[Refusal, ...]:

@@ -7,10 +7,11 @@ learners' chains, and the inventory of a finished run. Finds problems, mends not
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from infra.arrays import check_payload
 from infra.store import open_store
-from islands import names
+from islands import chaos, names
 from islands.contributions import (
     Consumed,
     Contribution,
@@ -22,7 +23,6 @@ from islands.contributions import (
     running_median,
 )
 from islands.retention import collectable
-from islands.sealing import unseal
 from islands.types import DamagedObject, Manifest, manifest_from_json
 from islands.versions import Commit, commit_from_json, snapshot_from_json
 from tasks import records
@@ -31,7 +31,7 @@ from tasks.collecting import find_heads, live_names, retention_facts
 from tasks.evidence import Evidence, Verification
 from tasks.runs import as_most_forgiving, open_run
 
-_COUNTED = ("synchronizers", "trainers", "changes", "stops")
+_COUNTED = ("synchronizers", "trainers", "changes", "stops", chaos.FOLDER)
 
 
 def verify(store_url: str, run_id: str) -> Verification:
@@ -82,10 +82,9 @@ def _read_headers(evidence: Evidence) -> None:
         if name.startswith("payloads/"):
             continue
         try:
-            data = evidence.run.store.read(name)
-            if data is None:
-                raise DamagedObject(name, "is missing")
-            evidence.bodies[name], evidence.digests[name] = unseal(name, data)
+            evidence.bodies[name], evidence.digests[name] = records.require(
+                evidence.run.store, name
+            )
         except DamagedObject as exc:
             evidence.found.note(name, exc.problem)
 
@@ -93,6 +92,7 @@ def _read_headers(evidence: Evidence) -> None:
 def _check_payloads(evidence: Evidence) -> None:
     """Check every byte behind every header that must still have its payload; name what belongs to nothing."""
     accounted: set[str] = set(evidence.dead)
+    spoiled = _spoiled(evidence)
     for name, body in evidence.bodies.items():
         value = records.payload_of(name, body)
         if value is None:
@@ -101,17 +101,28 @@ def _check_payloads(evidence: Evidence) -> None:
         if manifest is None or not _needs_payload(evidence, name):
             continue
         accounted |= {f"{manifest.folder}/{item.name}" for item in manifest.objects}
-        _check_payload(evidence, manifest)
+        _check_payload(evidence, manifest, spoiled)
     for name in sorted(evidence.present - accounted):
         if name.startswith("payloads/") and not _is_attempt(evidence, name):
             evidence.found.note(name, "belongs to no record")
 
 
-def _check_payload(evidence: Evidence, manifest: Manifest) -> None:
+def _check_payload(evidence: Evidence, manifest: Manifest, spoiled: frozenset[str]) -> None:
     try:
         check_payload(evidence.run.store, manifest)
     except DamagedObject as exc:
-        evidence.found.note(exc.name, exc.problem)
+        if exc.name not in spoiled:
+            evidence.found.note(exc.name, exc.problem)
+
+
+def _spoiled(evidence: Evidence) -> frozenset[str]:
+    """Return the objects that were damaged on purpose, as the records of that say."""
+    strikes = (
+        evidence.parsed(name, chaos.strike_from_json, body)
+        for name, body in evidence.bodies.items()
+        if name.startswith(f"{chaos.FOLDER}/")
+    )
+    return frozenset(s.spoiled for s in strikes if s is not None and s.spoiled is not None)
 
 
 def _needs_payload(evidence: Evidence, header: str) -> bool:
@@ -235,15 +246,17 @@ def _check_consumed(
     offer, digest = offers[entry.name], evidence.digests[entry.name]
     if digest != entry.digest:
         evidence.found.note(entry.name, f"is not what version {commit.version} consumed")
-    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, digest) != entry:
+    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, entry) != entry:
         name = names.version(commit.fragment, commit.version)
         evidence.found.note(
             name, f"does not say of {entry.name} what its header says, or weighs it wrongly"
         )
 
 
-def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, digest: str) -> Consumed:
-    return consume(offer, digest, commit.version - 1, evidence.run.config.outer.weighting)
+def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, entry: Consumed) -> Consumed:
+    weighting = evidence.run.config.outer.weighting
+    again = consume(offer, entry.digest, commit.version - 1, weighting)
+    return replace(again, cosine=entry.cosine)  # only a replay has the numbers
 
 
 # --- the rest ---
@@ -366,7 +379,7 @@ def _check_driver(evidence: Evidence) -> None:
 
 
 def _check_inventory(evidence: Evidence) -> None:
-    islands = {island.name for island in evidence.run.config.islands}
+    islands = {island.name for island in evidence.run.config.members}
     departed = {name.split("/")[1] for name in evidence.present if name.endswith("/left.json")}
     if names.FINISHED not in evidence.present:
         if islands <= departed:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -12,6 +13,7 @@ import zarr
 from zarr.storage import LocalStore
 
 from infra.arrays import ArrayReader, ArrayWriter, check_payload, chunk_length, write_arrays
+from infra.disk import Data
 from infra.store import Store, open_store
 from islands.types import (
     DamagedObject,
@@ -21,6 +23,7 @@ from islands.types import (
     VersionTaken,
     manifest_from_json,
 )
+from tests.faulty import Deed, Halving, Passing, Striking
 
 ROOT = Path(__file__).parent.parent
 SIZES = [0, 1, 31, 32, 33, 64, 65]
@@ -161,34 +164,20 @@ def test_a_payload_is_metadata_and_chunks_and_nothing_else(store: Store) -> None
     assert store.list_names("") == [f"p/x/{name}" for name in names]
 
 
-class Recorder:
+class Recorder(Passing):
     """A store that notes each verb before it passes it on."""
 
     def __init__(self, store: Store, notes: list[str]) -> None:
-        self.store, self.notes, self.url = store, notes, store.url
+        super().__init__(store)
+        self.notes = notes
 
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
-        self.notes.append(f"create {name} {'synced' if sync else 'unsynced'}")
-        self.store.create(name, data, sync=sync)
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        self.notes.append(f"{verb} {name}")
+        return deed()
 
-    def read(self, name: str) -> bytes | None:
-        self.notes.append(f"read {name}")
-        return self.store.read(name)
-
-    def list_names(self, prefix: str) -> list[str]:
-        self.notes.append(f"list {prefix}")
-        return self.store.list_names(prefix)
-
-    def delete(self, name: str) -> None:
-        self.notes.append(f"delete {name}")
-        self.store.delete(name)
-
-    def sync(self, prefix: str) -> None:
-        self.notes.append(f"sync {prefix}")
-        self.store.sync(prefix)
-
-    def within(self, prefix: str) -> Store:
-        return Recorder(self.store.within(prefix), self.notes)
+    def create(self, name: str, data: Data, *, sync: bool = True) -> None:
+        super().create(name, data, sync=sync)
+        self.notes[-1] += " synced" if sync else " unsynced"
 
 
 def test_a_payload_is_written_once_and_made_durable_once_at_its_end(store: Store) -> None:
@@ -282,6 +271,17 @@ class TestDamage:
             with pytest.raises(DamagedObject, match=problem):
                 ArrayReader(store, manifest).read("a")
 
+    def test_an_object_read_by_half_once_is_read_again(self, store: Store) -> None:
+        manifest = small_payload(store)
+        num_reads = len([item for item in manifest.objects if item.name.startswith("delta")])
+        for n in range(num_reads):
+            halving = Halving(store, n, 1)
+            found = ArrayReader(halving, manifest).read("delta")
+            assert np.array_equal(found, sample("float32", 20))
+            assert halving.num_struck == 1
+        with pytest.raises(DamagedObject, match="committed were"):
+            ArrayReader(Halving(store, 0, 2), manifest).read("delta")
+
     def test_objects_the_manifest_does_not_name_are_listed(self, store: Store) -> None:
         manifest = small_payload(store)
         store.create("p/x/extra", b"")
@@ -360,6 +360,14 @@ def write_garbage(
     return Manifest(folder, manifest.arrays, tuple(objects))
 
 
+class Repeating(Striking):
+    """Repeats some creates, as a cloud client does whose first answer was lost."""
+
+    def strike(self, name: str, deed: Deed) -> Any:
+        deed()
+        return deed()
+
+
 class TestWriter:
     def test_parts_may_come_in_any_order(self, store: Store) -> None:
         values = sample("float32", 25)
@@ -398,7 +406,17 @@ class TestWriter:
         with pytest.raises(VersionTaken):
             writer.write("a", 0, np.ones(1, "uint8"))
         with pytest.raises(VersionTaken):
-            ArrayWriter(store, "p", {"a": ("uint8", 1)})
+            ArrayWriter(store, "p", {"a": ("uint8", 2)})
+
+    def test_a_put_whose_answer_was_lost_meets_its_own_object_and_goes_on(
+        self, store: Store
+    ) -> None:
+        values = sample("float32", 25)
+        for n in range(5):  # the group's, the array's description, three chunks
+            repeating = Repeating(store, n, 1)
+            manifest = write_arrays(repeating, f"p{n}", {"a": values}, chunk_elements=10)
+            assert repeating.num_struck == 1
+            assert np.array_equal(ArrayReader(store, manifest).read("a"), values)
 
     def test_the_caller_may_reuse_its_buffer(self, store: Store) -> None:
         buffer = np.arange(8, dtype="uint8")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from infra import clusters
-from infra.clusters import Cluster, ClusterSpec, open_cluster, teller
+from infra.clusters import Cluster, ClusterSpec, is_told_to_end, open_cluster, teller
 from islands.types import ClusterUnavailable, ConfigError, LearnerLost
 
 TOPIC = "diloco/test/east"
@@ -173,7 +173,7 @@ def test_a_killed_worker_is_a_lost_learner_once_and_the_next_call_works(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_whole_group_does_not_end_the_worker(
+def test_a_signal_to_the_whole_group_does_not_end_the_call_at_work(
     own: Cluster, tmp_path: Path, number: signal.Signals
 ) -> None:
     process = result_of(own, process_of, None)
@@ -184,7 +184,9 @@ def test_a_signal_to_the_whole_group_does_not_end_the_worker(
     (tmp_path / "go").touch()
     assert call.is_done(30)
     assert call.result() == "went on"
-    assert result_of(own, process_of, None) == process
+    # Of these only SIGTERM says that the process must end soon; then it gets no further call.
+    is_same = result_of(own, process_of, None) == process
+    assert is_same == (number == signal.SIGINT)
 
 
 def test_a_restarted_worker_is_shielded_and_has_its_threads_too(own: Cluster) -> None:
@@ -193,9 +195,113 @@ def test_a_restarted_worker_is_shielded_and_has_its_threads_too(own: Cluster) ->
     wait_for(lambda: not is_alive(process), 10)
     successor = _retried(own, process_of)
     assert successor != process
-    os.kill(successor, signal.SIGTERM)
+    os.kill(successor, signal.SIGINT)
     assert result_of(own, process_of, None) == successor
     assert result_of(own, threads_of, None) == (2, "2")
+
+
+# --- spares, notices, memory ---
+
+
+@pytest.fixture(scope="module")
+def spared() -> Iterator[Cluster]:
+    spec = ClusterSpec("west", spares=1, memory_mb=600, preload="wave")
+    with open_cluster(spec, TOPIC) as cluster:
+        cluster._client.wait_for_workers(2, timeout=60)
+        yield cluster
+
+
+def has_loaded(module: str) -> bool:
+    return module in sys.modules
+
+
+def wait_for_notice(seconds: float) -> int:
+    """Work until this process is told to end, and so much longer."""
+    while not is_told_to_end():
+        time.sleep(0.02)
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def grow(num_bytes: int) -> None:
+    held = bytearray(num_bytes)
+    held[:: 2**12] = b"x" * len(held[:: 2**12])  # touched, so that it is really there
+    time.sleep(60)
+
+
+def test_after_a_death_the_next_call_goes_to_the_spare_at_once(
+    spared: Cluster, tmp_path: Path
+) -> None:
+    process = result_of(spared, process_of, None)
+    assert result_of(spared, process_of, None) == process, "it stays where it is warm"
+    call = spared.call(count_and_hang, str(tmp_path))
+    wait_for(lambda: any(mark.read_text() for mark in tmp_path.iterdir()), 30)
+    os.kill(process, signal.SIGKILL)
+    begun = time.monotonic()
+    assert call.is_done(5)
+    with pytest.raises(LearnerLost, match="died"):
+        call.result()
+    assert result_of(spared, process_of, None) != process
+    assert time.monotonic() - begun < 2, "a process of Python alone takes longer to start"
+    assert result_of(spared, has_loaded, "wave")
+    spared._client.wait_for_workers(2, timeout=60)  # the replacement is the next spare
+
+
+def test_a_worker_told_to_end_ends_its_call_and_then_itself_and_the_next_goes_elsewhere(
+    spared: Cluster,
+) -> None:
+    process = result_of(spared, process_of, None)
+    call = spared.call(wait_for_notice, 1.0)
+    assert not call.is_done(0.3)
+    os.kill(process, signal.SIGTERM)
+    begun = time.monotonic()
+    other = spared.call(process_of, None)
+    assert call.is_done(10)
+    assert call.result() == process
+    assert other.is_done(10)
+    assert other.result() != process
+    wait_for(lambda: not is_alive(process), 10)
+    assert time.monotonic() - begun < 10
+    assert not result_of(spared, told_to_end, None), "whoever follows was told nothing"
+    spared._client.wait_for_workers(2, timeout=60)
+
+
+def told_to_end(_: object) -> bool:
+    return is_told_to_end()
+
+
+def test_an_idle_worker_told_to_end_is_replaced(spared: Cluster) -> None:
+    process = result_of(spared, process_of, None)
+    os.kill(process, signal.SIGTERM)
+    wait_for(lambda: not is_alive(process), 10)
+    assert result_of(spared, process_of, None) != process
+    spared._client.wait_for_workers(2, timeout=60)
+
+
+def test_a_result_that_was_fetched_is_not_computed_again_when_its_worker_dies(
+    spared: Cluster, tmp_path: Path
+) -> None:
+    call = spared.call(count, str(tmp_path))
+    assert call.is_done(30)
+    process = call.result()
+    os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not is_alive(process), 10)
+    spared._client.wait_for_workers(2, timeout=60)
+    assert result_of(spared, doubled, 2) == 4
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def count(folder: str) -> int:
+    (Path(folder) / f"attempt-{time.monotonic_ns()}").touch()
+    return os.getpid()
+
+
+def test_a_worker_above_its_memory_is_a_lost_learner_with_that_reason(spared: Cluster) -> None:
+    call = spared.call(grow, 700 * 2**20)
+    assert call.is_done(30)
+    with pytest.raises(LearnerLost, match=r"within cluster\.memory_mb, got [67]\d\d MB"):
+        call.result()
+    assert result_of(spared, doubled, 3) == 6
 
 
 def _retried(cluster: Cluster, function: Callable[[Any], Any]) -> Any:

@@ -291,6 +291,16 @@ FIELD_RULES = [
         "1025",
         "default 1",
     ),
+    ("islands", '[{name = "a", cluster = {spares = -1}}]', "or equal to 0", "-1", "default 0"),
+    ("islands", '[{name = "a", cluster = {spares = 65}}]', "or equal to 64", "65", "default 0"),
+    ("islands", '[{name = "a", cluster = {memory_mb = 63}}]', "or equal to 64", "63", "choose"),
+    (
+        "islands",
+        '[{name = "a", cluster = {memory_mb = 16777217}}]',
+        "or equal to 16777216",
+        "16777217",
+        "choose",
+    ),
     ("islands", '[{name = "a", cluster = {ca_file = ""}}]', "at least 1 character", '""', "choose"),
     (
         "islands",
@@ -437,6 +447,16 @@ CROSS_FIELD_RULES = [
         on_cluster('address = "tcp://h:1"'),
         'islands.a.cluster.address must be absent with kind "local", got "tcp://h:1"; '
         'remove it or set kind = "address"',
+    ),
+    (
+        on_cluster('kind = "address", address = "tcp://h:1", spares = 2'),
+        'islands.a.cluster.spares must be absent with kind "address", got 2; '
+        "whoever runs that scheduler starts its workers, so set it there",
+    ),
+    (
+        on_cluster('kind = "address", address = "tcp://h:1", memory_mb = 64'),
+        'islands.a.cluster.memory_mb must be absent with kind "address", got 64; '
+        "whoever runs that scheduler starts its workers, so set it there",
     ),
     (
         on_cluster('kind = "address", address = "tcp://h:1", key_file = "k"'),

@@ -78,6 +78,7 @@ def test_every_flow_has_its_deployment_with_the_schema_of_its_parameters() -> No
         "synchronize": ["store", "run", "ring"],
         "evaluate": ["store", "run", "snapshot"],
         "benchmark": ["name", "seeds", "tokens"],
+        "chaos": ["store", "run", "faults", "seed", "seconds", "every_seconds", "kinds", "targets"],
     }
     assert all(deployment(flow).enforce_parameter_schema for flow in deployments.FLOWS)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.store import Store
 from islands.types import DamagedObject
 from tasks import records
 from tasks.clockwork import Beat, Kind
@@ -18,14 +17,11 @@ from tasks.reporting import status
 from tasks.runs import Run
 from tasks.verifying import verify
 from tests import runs
+from tests.faulty import Dying, Killed
 
 FAULT = 'local.faults=[{island="north", step=13, return_after_steps=8}]'
 SMALL = ("total_tokens=1_400", "sync.num_fragments=2", "local.checkpoint_steps=7")
 FOREVER = 'local.faults=[{island="north", step=13}]'
-
-
-class Killed(BaseException):
-    """The process is gone: nothing may catch it."""
 
 
 def final_state(run: Run) -> dict[str, bytes]:
@@ -335,46 +331,6 @@ def test_a_learner_that_breaks_again_and_again_is_given_up(tmp_path: Path) -> No
         len(driver.run.store.list_names("learners/east/")) == 1 + MOST_BREAKS + 1
     )  # lives, and the farewell
     assert seen["east"].tokens < driver.run.own_tokens("east")
-
-
-class Dying:
-    """A store that lets `num_operations` operations through and dies at the next; reads count too."""
-
-    def __init__(self, inner: Store, num_operations: int) -> None:
-        self.inner = inner
-        self.left = num_operations
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    def _count(self) -> None:
-        if self.left == 0:
-            raise Killed
-        self.left -= 1
-
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
-        self._count()
-        self.inner.create(name, data, sync=sync)
-
-    def read(self, name: str) -> bytes | None:
-        self._count()
-        return self.inner.read(name)
-
-    def list_names(self, prefix: str) -> list[str]:
-        self._count()
-        return self.inner.list_names(prefix)
-
-    def delete(self, name: str) -> None:
-        self._count()
-        self.inner.delete(name)
-
-    def sync(self, prefix: str) -> None:
-        self._count()
-        self.inner.sync(prefix)
-
-    def within(self, prefix: str) -> Store:
-        return self.inner.within(prefix)
 
 
 def _to_the_first(driver: Driver, kind: Kind, after: float) -> None:

@@ -34,6 +34,7 @@ from tasks.runs import Run, open_run, read_held_out
 from tasks.starting import open_or_create
 from tasks.verifying import verify
 from tests import runs
+from tests.faulty import Killed
 
 SHORT = ("total_tokens=2_400", "local.checkpoint_steps=20")
 
@@ -281,10 +282,6 @@ def test_a_folder_with_an_at_sign_is_no_snapshot(tmp_path: Path, old: Run) -> No
 
 
 # --- interrupted creations ---
-
-
-class Killed(BaseException):
-    """The process is gone."""
 
 
 def interrupted(folder: Path, origin: str, num_versions: int) -> Run:

@@ -30,12 +30,13 @@ from tasks.runs import Run, read_shard
 from tasks.sending import Sender, Standing
 from tasks.verifying import verify
 from tests import runs
+from tests.faulty import Deed, Passing
 
 NAME = "east"
 PUSHES, SAVES = "inbox/", "checkpoints/"
 
 
-class Weather:
+class Weather(Passing):
     """A real store that can be down, stalled, or lose the answers to its creates, for names below some folders.
 
     Attributes:
@@ -47,7 +48,7 @@ class Weather:
     """
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.down: tuple[str, ...] = ()
         self.lost: list[str] = []
         self.bugs: tuple[str, ...] = ()
@@ -59,11 +60,7 @@ class Weather:
         self.seen: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda verb, name: None
 
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    def _pass(self, verb: str, name: str) -> None:
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
         self.seen.append((verb, name))
         self.before(verb, name)
         if not self.gate.is_set():
@@ -74,33 +71,13 @@ class Weather:
         if name.startswith(self.down) and self.down:
             self.num_failures += 1
             raise StoreUnavailable(f"{name}: no answer")
-
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
-        self._pass("create", name)
-        self.inner.create(name, data, sync=sync)
-        self.written.append(name)
-        if self.lost and name.startswith(self.lost[0]):
-            self.lost.pop(0)
-            raise StoreUnavailable(f"{name}: the answer was lost")
-
-    def read(self, name: str) -> bytes | None:
-        self._pass("read", name)
-        return self.inner.read(name)
-
-    def list_names(self, prefix: str) -> list[str]:
-        self._pass("list", prefix)
-        return self.inner.list_names(prefix)
-
-    def delete(self, name: str) -> None:
-        self._pass("delete", name)
-        self.inner.delete(name)
-
-    def sync(self, prefix: str) -> None:
-        self._pass("sync", prefix)
-        self.inner.sync(prefix)
-
-    def within(self, prefix: str) -> Store:
-        return self.inner.within(prefix)
+        done = deed()
+        if verb == "create":
+            self.written.append(name)
+            if self.lost and name.startswith(self.lost[0]):
+                self.lost.pop(0)
+                raise StoreUnavailable(f"{name}: the answer was lost")
+        return done
 
 
 def created(folder: Path, *assignments: str, text: str = runs.TINY) -> Run:

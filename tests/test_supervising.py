@@ -253,7 +253,7 @@ def test_a_synchronizer_is_started_where_the_islands_rings_go_unanswered(
     for now in (RING_SECONDS, RING_SECONDS + 1):
         supervisor._watch_quorum(now)
         assert [parameters["ring"] for parameters in synchronizers(run)] == ["r-m0-n0-k1"]
-    supervisor._watch_quorum(2 * RING_SECONDS)
+    supervisor._watch_quorum(3 * RING_SECONDS)
     assert len(synchronizers(run)) == 2
 
 

@@ -30,6 +30,7 @@ from tasks.reporting import status
 from tasks.runs import Run
 from tasks.verifying import verify
 from tests import runs
+from tests.faulty import Counting, Deed
 
 SMALL = ("total_tokens=1_400", "sync.num_fragments=2", "local.checkpoint_steps=7")
 
@@ -62,45 +63,17 @@ class Turns:
             self._changed.notify_all()
 
 
-class Taking:
-    """A store whose operations wait for their turn; `counts` says how many there were, creates apart."""
+class Taking(Counting):
+    """A store whose operations wait for their turn."""
 
     def __init__(self, inner: Store, turns: Turns, who: str, *, only_creates: bool = False) -> None:
-        self.inner, self.turns, self.who, self.only_creates = inner, turns, who, only_creates
-        self.num_operations = self.num_creates = 0
+        super().__init__(inner)
+        self.turns, self.who, self.only_creates = turns, who, only_creates
 
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    def _take(self, *, is_create: bool = False) -> None:
-        self.num_operations += 1
-        self.num_creates += is_create
-        if is_create or not self.only_creates:
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        if verb == "create" or not self.only_creates:
             self.turns.wait(self.who)
-
-    def create(self, name: str, data: bytes, *, sync: bool = True) -> None:
-        self._take(is_create=True)
-        self.inner.create(name, data, sync=sync)
-
-    def read(self, name: str) -> bytes | None:
-        self._take()
-        return self.inner.read(name)
-
-    def list_names(self, prefix: str) -> list[str]:
-        self._take()
-        return self.inner.list_names(prefix)
-
-    def delete(self, name: str) -> None:
-        self._take()
-        self.inner.delete(name)
-
-    def sync(self, prefix: str) -> None:
-        self._take()
-        self.inner.sync(prefix)
-
-    def within(self, prefix: str) -> Store:
-        return self.inner.within(prefix)
+        return super().act(verb, name, deed)
 
 
 def until_due(folder: Path, store: str, *assignments: str) -> Driver:
@@ -197,7 +170,9 @@ def test_two_synchronizers_stopped_between_any_two_writes_make_one_version(tmp_p
     driver = until_due(tmp_path, "memory://two-writers")
     run = driver.run
     before = runs.objects(run)
-    num_creates = poll_both(run, [("x", np.inf), ("y", np.inf)], only_creates=True)[0].num_creates
+    num_creates = poll_both(run, [("x", np.inf), ("y", np.inf)], only_creates=True)[0].counts[
+        "create"
+    ]
     expected = heads(run)
     for i in range(1, num_creates + 1):
         for j in range(1, num_creates + 1):
@@ -325,6 +300,35 @@ def test_an_islands_clock_changes_no_byte_of_what_is_merged(tmp_path: Path, at: 
             run.store.create(name, seal(replace(found[0], telemetry=told).to_json())[0])
     poll(run)
     assert heads(run) == expected
+
+
+def test_a_synchronizers_clock_that_jumps_changes_no_byte_of_what_it_merges(tmp_path: Path) -> None:
+    """Summer time ends, then somebody sets the clock a day ahead, all within one look."""
+    driver = until_due(tmp_path, "memory://jumps")
+    run = driver.run
+    expected = fold_alone(run)
+    jumps = iter([0.0, -3_600.0, 86_400.0, -86_400.0] * 100)
+    Synchronizer(run, attempts("z"), stamp=lambda: 1.7e9 + next(jumps)).poll(now=1e9)
+    assert heads(run) == expected
+    assert verify(run.store_url, run.run_id).problems == []
+
+
+def test_a_synchronizer_that_slept_for_ten_minutes_merges_once_and_expires_nobody(
+    tmp_path: Path,
+) -> None:
+    driver = until_due(tmp_path, "memory://ten-minutes")
+    run = driver.run
+    before = {p.index: records.find_head(run.store, p.index)[0].version for p in run.layouts}
+    synchronizer = Synchronizer(run, attempts("z"), stamp=float)
+    num_early = len(synchronizer.poll(now=100.0).published)
+    published = synchronizer.poll(now=700.0).published
+    assert num_early + len(published) > 0
+    assert synchronizer.poll(now=700.1).published == ()
+    assert {p: version for p, version in published if version > before[p] + 1} == {}
+    assert refusals(run) == {}
+    assert verify(run.store_url, run.run_id).problems == []
+    finished = runs.finish(runs.reopen(run))
+    assert verify(finished.store_url, finished.run_id).problems == []
 
 
 def fold_alone(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:

@@ -1,0 +1,103 @@
+"""The command that harms a run on purpose: `chaos`.
+
+It strikes from its own process, below no service, so that it outlives whatever it strikes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from flows import following, screen
+from flows.cli_options import RunName, StoreUrl, open_named
+from flows.following import DONE, FAILED, STOPPED
+from islands.chaos import KINDS, TARGETS, Kind, Plan, Target, plan_from_toml, random_plan
+from islands.types import ConfigError
+
+if TYPE_CHECKING:
+    from tasks.runs import Run
+
+
+def chaos(
+    run: RunName,
+    /,
+    *,
+    plan: Annotated[Path | None, Parameter(help="A TOML file of [[faults]].")] = None,
+    seed: Annotated[
+        int | None,
+        Parameter(help="Instead of a file: at random; the same seed, the same plan."),
+    ] = None,
+    seconds: Annotated[
+        float, Parameter(help="How long a random plan goes on.", validator=Number(gt=0))
+    ] = 60.0,
+    every: Annotated[
+        float, Parameter(help="Seconds between two random faults.", validator=Number(gt=0))
+    ] = 20.0,
+    kinds: Annotated[
+        tuple[Kind, ...],
+        Parameter(
+            consume_multiple=True, negative="", help="What a random fault may be; default: all."
+        ),
+    ] = KINDS,
+    targets: Annotated[
+        tuple[Target, ...],
+        Parameter(
+            consume_multiple=True, negative="", help="Whom it may strike; default: everybody."
+        ),
+    ] = TARGETS,
+    store: StoreUrl = None,
+) -> int:
+    """Strike a run on this machine with faults, and record each; exit status 1 if some found nobody to strike."""
+    from tasks.runs import require_unfinished
+
+    with following.stopping("ending the plan; whoever stands still goes on") as is_stopped:
+        if (plan is None) == (seed is None):
+            what = "neither" if plan is None else "both"
+            raise ConfigError(
+                f"chaos must be told --plan FILE or --seed N, one of them, got {what}; give one"
+            )
+        opened = require_unfinished(open_named(run, store))
+        islands = [island.name for island in opened.config.members]
+        if plan is not None:
+            planned = plan_from_toml(_read(plan), islands, source=str(plan))
+        else:
+            planned = random_plan(
+                islands,
+                seed=seed or 0,
+                seconds=seconds,
+                every_seconds=every,
+                kinds=kinds,
+                targets=targets,
+            )
+        return _strike(opened, planned, is_stopped)
+
+
+def _strike(run: Run, plan: Plan, is_stopped: following.Claim) -> int:
+    from tasks.chaos import unleash
+
+    num_faults = len(plan.faults)
+    with screen.progress("faults struck", num_faults) as advance:
+        missed = unleash(
+            run,
+            plan,
+            say=lambda told: screen.say(f"  {told}"),
+            is_stopped=is_stopped,
+            watch=lambda num_struck: advance(num_struck, f"{num_struck} of {num_faults}"),
+        )
+    for fault in missed:
+        screen.complain(f"did not strike: {fault}")
+    if missed:
+        return STOPPED if is_stopped() else FAILED
+    return DONE
+
+
+def _read(plan: Path) -> str:
+    try:
+        return plan.read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"--plan must be a readable UTF-8 file, got {str(plan)!r} ({exc}); correct the path or the file"
+        ) from exc
