@@ -57,7 +57,7 @@ class Reviver:
             if settings.is_prefect_ours() and processes.of(os.getpid()):
                 self._bury(now, patience_seconds)
             self._revive()
-        except (ServiceUnavailable, StoreUnavailable) as exc:
+        except ServiceUnavailable as exc:
             self.say(f"looking for what died: {exc}")
 
     def _bury(self, now: float, patience_seconds: float) -> None:
@@ -83,8 +83,12 @@ class Reviver:
         for run in crashed:
             if run.id in self.judged or (run.state.is_silent and _is_at_work(run)):
                 continue
-            self.say(f"{run.name} crashed: {revive(run)}")
-            self.judged.add(run.id)
+            try:
+                self.say(f"{run.name} crashed: {revive(run)}")
+            except StoreUnavailable as exc:  # that of another run may answer
+                self.say(f"{run.name} crashed, its store is asked again: {exc}")
+            else:
+                self.judged.add(run.id)
 
 
 def start(
