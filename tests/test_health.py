@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flows import screen
+from flows.report import write_report
 from islands import health
 from islands.config import RunConfig, parse_config
 from islands.contributions import Consumed, Tally, Telemetry, after_merge
@@ -240,6 +242,9 @@ def test_a_healthy_run_has_no_findings() -> None:
         lambda e: replace(e, weight=3.0),
         lambda e: e if version_of(e) < 11 else None,
         lambda e: replace(e, telemetry=Telemetry()),  # it tells no loss
+        lambda e: replace(
+            e, stop=Position(0, 59), telemetry=Telemetry(loss=9.0)
+        ),  # of its beginning
     ],
 )
 def test_what_keeps_within_the_limits_is_no_finding(change: Change) -> None:
@@ -429,7 +434,7 @@ SICK: dict[str, tuple[Sequence[str], Bend | None, set[str]]] = {
         {"rising"},
     ),
     "gone": (
-        ('local.faults=[{island="west", step=40, return_after_steps=60}]',),
+        ('local.faults=[{island="west", step=40, return_after_steps=500}]',),
         None,
         {"silent west"},
     ),
@@ -499,3 +504,49 @@ def test_a_window_is_the_same_wherever_its_reader_begins(tmp_path: Path) -> None
             assert made == []
     assert made == list(WindowPoints(run).of(commit, heads))
     assert len(made) == 2 + 3 * 4
+    # A tracker whose last batch was lost goes back, and must make the same points again.
+    before, _ = records.require_commit(run.store, 0, newest - 2)
+    assert list(early.of(before, heads)) == list(WindowPoints(run).of(before, heads))
+    assert list(early.of(commit, heads)) == made
+
+
+def test_status_and_report_show_each_finding_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = driver_of(tmp_path)
+    driver.start()
+    while driver.advance() and driver.now < 60:
+        pass
+    healthy = driver.run
+    sick = replace(healthy, config=config_with(healthy.config, max_share=0.3))
+    remedy = "make its steps smaller: `diloco adjust r --set islands.east.batch_size=1`"
+    screen.show_status(status(sick))
+    shown = capsys.readouterr().out
+    assert "islands: 3 live, 3 contributing, 2 needed for a merge\n" in shown
+    assert "warning: dominant east: 0.333 of the merges' weight is its own (limit 0.3); " in shown
+    assert shown.count("warning: ") == 3
+    assert remedy in shown
+    screen.show_status(status(healthy))
+    assert "warning" not in capsys.readouterr().out
+
+    write_report(sick, tmp_path / "sick.html")
+    write_report(healthy, tmp_path / "healthy.html")
+    page = (tmp_path / "sick.html").read_text()
+    assert (
+        f"<td>dominant</td><td>east</td><td>0.333 of the merges&#x27; weight is its own</td><td>{remedy}</td>"
+        in page
+    )
+    assert "3 live, 3 contributing, 2 needed for a merge" in page
+    assert "nothing found" in (tmp_path / "healthy.html").read_text()
+
+
+def test_who_has_written_nothing_for_long_is_not_alive(tmp_path: Path) -> None:
+    fault = 'local.faults=[{island="west", step=12, return_after_steps=500}]'
+    driver = driver_of(tmp_path, fault)
+    driver.start()
+    while driver.advance() and driver.now < 60:
+        pass
+    seen = status(driver.run)
+    # Three periods of 4 steps are long: west wrote last at step 12.
+    assert (seen.live, seen.contributing, seen.quorum) == (2, 2, 2)
+    assert [island.state for island in seen.islands] == ["training"] * 3
