@@ -397,7 +397,7 @@ def everything_killed(scene: Scene) -> Claim:
             processes.send(where, KILL)
         family = scene.services.processes()  # one of them may have just started another
     scene.services.process.wait()
-    scene.services = scene.ends.enter_context(fleet(scene.services.folder))
+    scene.services = scene.ends.enter_context(fleet(scene.services.folder, evaluate_seconds=600))
     done = scene.services.diloco("resume", scene.run, "--detach", timeout=300)
     assert done.returncode == 0, done.stderr
     return lambda: all(claim() for claim in claims)

@@ -168,7 +168,7 @@ def matrix(
     write_text(folder / "text", num_documents=40)
     names = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = [CASES[name.params["name"]] for name in names if name and "name" in name.params]
-    with fleet(folder) as services:
+    with fleet(folder, evaluate_seconds=600) as services:
         pool = ThreadPoolExecutor(LANES)
         try:
             yield Matrix(services, pool, chosen)
