@@ -70,6 +70,7 @@ class Bell:
             return
         for view in self._views:
             view.steer(run)
+        self._roster.steer(run)
         self._run = run
 
     def look(self, *, now: float) -> Ring | None:
