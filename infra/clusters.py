@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +23,6 @@ from typing import Any, Generic, TypeVar
 
 import dask
 from distributed import Client, Future, LocalCluster, get_worker, wait
-from distributed.client import FutureCancelledError
 from distributed.comm.core import connect
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -103,7 +103,7 @@ class Call(Generic[Result]):
 
     def is_done(self, seconds: float) -> bool:
         """Wait at most so long, and say whether it has ended, well or not."""
-        with contextlib.suppress(TimeoutError, FutureCancelledError):
+        with contextlib.suppress(TimeoutError, CancelledError):
             wait(self._future, timeout=seconds)
         return bool(self._future.done())
 
@@ -117,10 +117,13 @@ class Call(Generic[Result]):
             result: Result = self._future.result()
         except KilledWorker as exc:
             raise LearnerLost(self._how_it_died(_last_worker(exc))) from exc
-        except (FutureCancelledError, OSError) as exc:
+        except (CancelledError, OSError) as exc:
             if self._future.status == "error":
                 raise  # the function's own
-            raise LearnerLost(f"the scheduler lost the call ({type(exc).__name__}: {exc})") from exc
+            reason = str(exc).partition("\n")[0]
+            raise LearnerLost(
+                f"the scheduler lost the call ({type(exc).__name__}: {reason})"
+            ) from exc
         self.place = tuple(self._client.who_has([self._future]).get(self._future.key, ()))
         # Of a result that somebody still holds Dask would repeat the whole call, should the worker that has it die.
         self._future.release()

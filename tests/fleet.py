@@ -193,12 +193,12 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path) -> Iterator[Fleet]:
+def fleet(folder: Path, *, evaluate_seconds: int = 20) -> Iterator[Fleet]:
     """Start services and stop them; nothing may be left of them."""
     record = folder / "home" / "services.json"
     record.unlink(missing_ok=True)  # of services that were killed
     with (folder / "up.log").open("wb") as log:
-        command = [sys.executable, "-m", "flows", "up", "--evaluate-seconds", "20"]
+        command = [sys.executable, "-m", "flows", "up", "--evaluate-seconds", f"{evaluate_seconds}"]
         process = subprocess.Popen(
             command, cwd=folder, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT
         )

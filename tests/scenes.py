@@ -80,8 +80,17 @@ class Scene:
 
     def until(self, claim: Claim, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for a claim about the run, which must not end before."""
-        wait_until(lambda: claim() or self.has_finished(), seconds)
+        self.wait(lambda: claim() or self.has_finished(), seconds)
         assert claim(), f"{self.run} ended too early"
+
+    def wait(self, claim: Claim, seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait for a claim while there is a fleet."""
+
+        def holds() -> object:
+            assert self.services.process.poll() is None, "the fleet has ended"
+            return claim()
+
+        wait_until(holds, seconds)
 
     def has_finished(self) -> bool:
         return self.services.has_finished(self.run)
@@ -216,9 +225,9 @@ class Scene:
 
     def finish(self, *, replays: bool = False, seconds: float = 400) -> str:
         """Let the run end, demand that nothing is left or lost, and return its ledger in words."""
-        wait_until(self.has_finished, seconds)
-        wait_until(lambda: not self.leftovers(), 60)
-        wait_until(lambda: not self._unended(), PATIENCE_SECONDS)
+        self.wait(self.has_finished, seconds)
+        self.wait(lambda: not self.leftovers())
+        self.wait(lambda: not self._unended())
         options = ["--replay"] if replays else []
         done = self.services.diloco("verify", self.run, "--json", *options, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ import pytest
 from tests import strikes
 from tests.fleet import Fleet, fleet
 from tests.runs import write_text
-from tests.scenes import PATIENCE_SECONDS, TOKENS_PER_STEP, Claim, Scene
+from tests.scenes import TOKENS_PER_STEP, Claim, Scene
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 # Runs side by side: more of them would wait for the cores instead of for each other's timers.
@@ -133,10 +133,7 @@ def play(services: Fleet, case: Case) -> Row:
         scene.begin(settings)
         case.moment(scene)
         back = case.strike(scene)
-        ends = scene.since + PATIENCE_SECONDS
-        while not back():
-            assert time.monotonic() < ends, f"not back after: {scene.happened}"
-            time.sleep(0.2)
+        scene.wait(back)
         seconds = time.monotonic() - scene.since
         ledger = scene.finish(replays=settings == KEEPS_ALL)
     return case.fault, case.when, scene.happened, f"{seconds:.1f}", ledger
@@ -168,12 +165,12 @@ def matrix(
     write_text(folder / "text", num_documents=40)
     names = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = [CASES[name.params["name"]] for name in names if name and "name" in name.params]
-    with fleet(folder) as services:
+    with fleet(folder, evaluate_seconds=600) as services:
         pool = ThreadPoolExecutor(LANES)
         try:
             yield Matrix(services, pool, chosen)
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)  # what still plays ends with the fleet
 
 
 @pytest.mark.parametrize("name", CASES)
