@@ -31,7 +31,16 @@ from islands.goodput import (
 )
 from islands.learner import Base, LearnerState, flatten, trainable
 from islands.model import build_model
-from tasks import benchmarks, building, checkpoint_costs, creating, goodput, history, killing
+from tasks import (
+    benchmarks,
+    building,
+    checkpoint_costs,
+    creating,
+    goodput,
+    history,
+    killing,
+    records,
+)
 from tasks.data_parallel import Job, Place, open_job, place_from, works_in
 from tasks.goodput import DECOUPLED, ELASTIC, RIGID, Pipeline
 from tasks.kept_work import kept_work
@@ -221,6 +230,25 @@ def test_losses_are_compared_at_about_as_many_merged_tokens(
     assert killing.losses_at_equal_tokens(longer, killed_run) == (there, here)
     final = killing.losses_at_equal_tokens(longer, longer)
     assert final[0] == final[1] != there
+
+
+def test_looking_back_on_a_killed_run_finds_a_sound_ledger_and_what_the_death_cost(
+    killed_run: Run,
+) -> None:
+    killed = killing.Killed(killed_run, 5.0, (Kill("east", 20.0),), ())
+    plan = Plan(batch_size=2, model=killed_run.config.model)
+    ours = killing.look_back(plan, killed, killed_run)
+    assert (ours.lost, ours.double_counted, list(ours.problems)) == (0, 0, [])
+    assert ours.loss == ours.loss_in_peace > 0
+    left = [
+        records.require(killed_run.store, f"learners/{name}/left.json")[0]["at"]
+        for name in ("east", "north", "west")
+    ]
+    assert ours.trace.window == Span(5.0, min(left))
+    assert len(ours.trace.kills) == len(ours.merged_again) == 1
+    figures = goodput.report(plan, ours, dict.fromkeys((DECOUPLED, ELASTIC, RIGID), ours.trace))
+    assert 0.0 < figures.figures["goodput"] < 1.0
+    assert ours.trace.rolled_back_seconds > 0
 
 
 def test_a_checkpoint_takes_some_processor_time(tmp_path: Path) -> None:
