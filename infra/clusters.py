@@ -206,12 +206,20 @@ def open_cluster(spec: ClusterSpec, topic: str) -> Iterator[Cluster]:
                     Client(spec.address, security=security, timeout=_CONNECT_SECONDS)
                 )
         except (OSError, TimeoutError, RuntimeError, ValueError, TypeError) as exc:
-            where = spec.address or "a cluster of its own"
-            raise ClusterUnavailable(
-                f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {where}: {exc}; "
-                "check that the scheduler runs there and the certificates fit"
-            ) from exc
+            raise _unavailable(spec, exc) from exc
         yield Cluster(client, topic)
+
+
+def _unavailable(spec: ClusterSpec, exc: Exception) -> ClusterUnavailable:
+    if spec.address is None:
+        return ClusterUnavailable(
+            f"island {spec.name}: a cluster of its own must start, got: {exc}; see what is logged above. A script that "
+            'starts one must be a file, and do so below `if __name__ == "__main__":`, for its workers import it'
+        )
+    return ClusterUnavailable(
+        f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {spec.address}: {exc}; "
+        "check that the scheduler runs there and the certificates fit"
+    )
 
 
 def _greet(address: str, security: Security | None) -> None:

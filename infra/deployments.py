@@ -42,7 +42,7 @@ from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.types.entrypoint import EntrypointType
 
 from infra import automations
-from islands.types import ConfigError, ServiceUnavailable
+from islands.types import ConfigError, ServiceUnavailable, StoreLost
 
 NAME = "diloco"
 FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark", "chaos")
@@ -194,6 +194,11 @@ class RunState:
     def is_over(self) -> bool:
         """Whether the flow run has ended."""
         return self.kind not in {kind.value for kind in _UNFINISHED}
+
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether it gave up because the store had not answered for as long as it is waited for."""
+        return self.kind == "FAILED" and StoreLost.__name__ in self.message
 
     @property
     def is_silent(self) -> bool:

@@ -195,7 +195,7 @@ class HealthConfig(Section):
     """Limits beyond which a run is said to be unwell. They are for people: no merge depends on one."""
 
     max_staleness: float = Field(
-        default=1.5,
+        default=1.0,
         ge=0,
         le=1_000_000,
         description="Mean versions that an island's merged work may lie behind.",
@@ -240,7 +240,7 @@ class HealthConfig(Section):
         description="Least mean cosine of an island's updates to the others'.",
     )
     max_loss_gap: float = Field(
-        default=0.25,
+        default=0.5,
         gt=0,
         le=1_000_000,
         description="Most by which an island's training loss may differ from the others', as a share of theirs.",
@@ -299,6 +299,12 @@ class PipelineConfig(Section):
         le=100_000,
         description="Periods an idle synchronizer waits for work, at least ten seconds, before it ends.",
     )
+    store_patience_seconds: float = Field(
+        default=600.0,
+        ge=1,
+        le=604_800,
+        description="How long a store that does not answer is asked before a learner, or the run, gives up.",
+    )
 
 
 class ClusterConfig(Section):
@@ -327,13 +333,10 @@ class ClusterConfig(Section):
         default=0,
         ge=0,
         le=64,
-        description='Further worker processes, idle and warm, for when the one at work dies; only with kind "local".',
+        description="Further workers, idle and warm, for when one dies; local.",
     )
     memory_mb: int | None = Field(
-        default=None,
-        ge=64,
-        le=16_777_216,
-        description='Mebibytes above which a worker process is ended; absent: no limit; only with kind "local".',
+        default=None, ge=64, le=2**24, description="Mebibytes above which a worker is ended; local."
     )
 
 
@@ -373,6 +376,18 @@ class IslandConfig(Section):
         gt=0,
         le=100,
         description="Expected speed beside the others: if decoupled, its share of the tokens; and the local clock.",
+    )
+    tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=LARGEST_INTEGER,
+        description="Tokens it trains; absent: its part, by speed and batch, of what those leave that have a number.",
+    )
+    joined_at: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the run that was trained when it joined."
+    )
+    spare: bool = Field(
+        default=False, description="Whether it waits until another leaves with its share untrained."
     )
     start_steps: float = Field(
         default=0.0, ge=0, le=1_000_000, description="Base steps after which the island starts."

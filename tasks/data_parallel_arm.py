@@ -180,14 +180,13 @@ def _joined_learner(run: Run) -> Learner:
     """Return a learner as the whole job is one: its rate follows all tokens, and it clips the mean, not its own."""
     config = run.config
     model = build_model(building.model_shape(config), config.seed)
-    learner = building.assemble(
-        config, "joined", model, run.layouts, total_tokens=config.total_tokens
-    )
+    schedule = schedule_of(config, config.total_tokens)
+    learner = building.assemble(config, "joined", model, run.layouts, schedule=schedule)
     learner.begin(
         [Base(0, "", flatten(layout, trainable(model))) for layout in run.layouts], incarnation=0
     )
     learner.retune(
-        schedule=schedule_of(config, config.total_tokens),
+        schedule=schedule,
         clip_norm=float("inf"),
         period_steps=config.sync.period_steps,
     )

@@ -78,6 +78,7 @@ class Synchronizer:
             return
         for view in self._views:
             view.steer(run)
+        self._roster.steer(run)
         self.run = run
 
     def poll(self, *, now: float) -> Polled:
@@ -90,7 +91,7 @@ class Synchronizer:
         # Read before the inboxes: whoever has left by now has written all its contributions before that.
         has_all_left = all(
             self.run.store.read(names.left(island.name)) is not None
-            for island in self.run.config.islands
+            for island in self.run.config.members
         )
         published: list[tuple[int, int]] = []
         waits = [math.inf]

@@ -379,7 +379,7 @@ def _check_driver(evidence: Evidence) -> None:
 
 
 def _check_inventory(evidence: Evidence) -> None:
-    islands = {island.name for island in evidence.run.config.islands}
+    islands = {island.name for island in evidence.run.config.members}
     departed = {name.split("/")[1] for name in evidence.present if name.endswith("/left.json")}
     if names.FINISHED not in evidence.present:
         if islands <= departed:

@@ -15,11 +15,12 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from infra import automations
 from infra.deployments import RunState
 from infra.services import Services
 from islands import names
 from islands.sections import PipelineConfig
-from tasks import history, records, stopping, supervising
+from tasks import history, records, stopping, supervising, trainers
 from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.ringing import RING_SECONDS, Ring
@@ -46,11 +47,9 @@ def ticked(supervisor: Supervisor) -> dict[str, str]:
     return {name: post.flow_run for name, post in supervisor.posts.items()}
 
 
-def end(flow_run: str, kind: StateType) -> None:
+def end(flow_run: str, kind: StateType, message: str = "the test says so") -> None:
     with get_client(sync_client=True) as client:
-        client.set_flow_run_state(
-            flow_run, State(type=kind, message="the test says so"), force=True
-        )
+        client.set_flow_run_state(flow_run, State(type=kind, message=message), force=True)
 
 
 def all_of(run: Run) -> list[FlowRun]:
@@ -254,7 +253,7 @@ def test_a_synchronizer_is_started_where_the_islands_rings_go_unanswered(
     for now in (RING_SECONDS, RING_SECONDS + 1):
         supervisor._watch_quorum(now)
         assert [parameters["ring"] for parameters in synchronizers(run)] == ["r-m0-n0-k1"]
-    supervisor._watch_quorum(2 * RING_SECONDS)
+    supervisor._watch_quorum(3 * RING_SECONDS)
     assert len(synchronizers(run)) == 2
 
 
@@ -341,6 +340,56 @@ def test_a_flow_run_taken_over_that_shows_no_sign_of_life_is_replaced(
     found = ticked(second)
     assert found["east"] != first["east"]
     assert found["west"] == first["west"]
+
+
+@pytest.mark.slow
+def test_a_crash_by_silence_replaces_an_island_only_if_the_store_knows_nothing_of_it_either(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage of Prefect's, every living flow run may count as silent."""
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    for island in ("east", "west"):
+        end(first[island], StateType.CRASHED, automations.SILENT)
+    assert ticked(supervisor) == first
+    assert ticked(Supervisor(run, LOG)) == first
+    assert not supervisor.are_all_away()
+    history.register(run, "west", records.new_attempt, stamp=time.time)  # this one lives
+    monkeypatch.setattr(supervising, "_DOUBT_SECONDS", 0.0)
+    update = {"pipeline": PipelineConfig(checkpoint_seconds=0.01)}
+    supervisor.run = replace(run, config=run.config.model_copy(update=update))
+    found = ticked(supervisor)
+    assert found["east"] != first["east"]
+    assert found["west"] == first["west"]
+
+
+# --- two of them ---
+
+
+@pytest.mark.slow
+def test_two_that_look_after_a_run_at_once_replace_an_island_by_one_flow_run(run: Run) -> None:
+    one, other = Supervisor(run, LOG), Supervisor(run, LOG)
+    first = ticked(one)
+    assert ticked(other) == first
+    end(first["east"], StateType.CRASHED)
+    assert ticked(one)["east"] == ticked(other)["east"] != first["east"]
+    assert len(all_of(run)) == 4
+    end(one.posts["east"].flow_run, StateType.CRASHED)
+    third = ticked(Supervisor(run, LOG))["east"]  # a later one, which has seen nothing of this
+    assert third == ticked(one)["east"] == ticked(other)["east"]
+    assert len(all_of(run)) == 5
+
+
+def test_a_later_train_relieves_an_earlier_one(tmp_path: Path) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    numbers = [
+        trainers.enlist(run, name, records.new_attempt, stamp=time.time) for name in ("a", "b")
+    ]
+    outlooks = [Supervisor(run, LOG, number).outlook() for number in numbers]
+    assert outlooks == ["superseded", "goes on"]
+    supervising.ask_all_to_stop(run, "a test")
+    outlooks = [Supervisor(run, LOG, number).outlook() for number in numbers]
+    assert outlooks == ["superseded", "stopped"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from infra.tracking import (
     open_tracker,
     recall,
 )
-from islands import metrics
+from islands import metrics, names
+from islands.chaos import Fault, Strike
 from islands.config import parse_config
 from islands.types import ConfigError
 from islands.versions import Commit
@@ -236,6 +237,25 @@ def test_a_run_without_evaluations_and_merges_is_tracked_too(
     parts = runs_of(server.uri, experiment)
     assert {run.info.status for run in parts.values()} == {"RUNNING"}
     assert files_of(server.uri, parts["run"], "figures")
+
+
+def test_faults_on_purpose_are_counted_over_merged_tokens_and_told_in_a_tag(
+    server: Server, experiment: str, tmp_path: Path
+) -> None:
+    run = start(tiny_config(tmp_path)).run
+    for number, told in enumerate(("west's learner: gone", "train: gone")):
+        fault = Fault("kill", "train", after_seconds=1.0)
+        strike = Strike(fault, told, 1.75e9 + number, f"m{number}", 1_000 * number)
+        records.write(run.store, names.numbered("chaos", number), strike.to_json())
+    assert track(run, server.uri, experiment=experiment) == 2
+    track(run, server.uri, experiment=experiment)
+    assert logged(server.uri, experiment)["run"] == {
+        "chaos/faults": Counter(
+            {(0, 1_750_000_000_000, 1.0): 1, (1_000, 1_750_000_001_000, 2.0): 1}
+        )
+    }
+    tags = runs_of(server.uri, experiment)["run"].data.tags
+    assert tags["diloco.chaos"] == "west's learner: gone; train: gone"
 
 
 # --- once each ------------------------------------------------------------------------------------
