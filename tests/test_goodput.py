@@ -49,6 +49,7 @@ from tasks.local import Driver
 from tasks.records import new_attempt
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import StepLog, read_steps
+from tasks.stepping import schedule_of
 from tests.runs import start, tiny_config, train
 
 # Two islands in a window of ten seconds: one works for 4 s and, after 3 s, for 3 s; the other one for the last 5 s.
@@ -396,9 +397,8 @@ def joined_learner(run: Run, num_steps: int) -> building.Learner:
     """Return a learner after so many steps on all islands' batches together."""
     building.use_one_thread()
     config, model = run.config, build_model(building.model_shape(run.config), run.config.seed)
-    learner = building.assemble(
-        config, "joined", model, run.layouts, total_tokens=config.total_tokens
-    )
+    schedule = schedule_of(config, config.total_tokens)
+    learner = building.assemble(config, "joined", model, run.layouts, schedule=schedule)
     learner.begin(
         [Base(0, "", flatten(layout, trainable(model))) for layout in run.layouts], incarnation=0
     )
