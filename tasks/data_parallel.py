@@ -236,8 +236,9 @@ def _wait_until(is_so: Callable[[], bool], rule: str, job: Job) -> None:
     ends = time.monotonic() + _PATIENCE_SECONDS
     while not is_so():
         if time.monotonic() > ends:
+            log = (job.folder / "ranks.log").read_text(encoding="utf-8", errors="replace")
             raise LearnerLost(
-                f"{rule} within {_PATIENCE_SECONDS:g} s, and has not; see {job.folder}/ranks.log"
+                f"{rule} within {_PATIENCE_SECONDS:g} s, and has not; what its log ends with says why:\n{log[-2000:]}"
             )
         time.sleep(_LOOK_SECONDS)
 
