@@ -43,14 +43,12 @@ class Killer:
         store_url, run_id: the run, which need not exist yet.
         faults: counted from there.
         until_share: nobody is struck any more once an island has trained so much of its share.
-        begun: stamp of the moment since which all have pushed.
     """
 
     store_url: str
     run_id: str
     faults: Sequence[Fault]
     until_share: float
-    begun: float = 0.0
     _chaos: Chaos | None = None
 
     def look(self) -> None:
@@ -62,16 +60,14 @@ class Killer:
             return
         run = _found(self.store_url, self.run_id)
         if run is not None and _steps(run).keys() >= {i.name for i in run.config.islands}:
-            self.begun = time.time()
             self._chaos = Chaos(run, [*self.faults], say=lambda told: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A run that trained to its end under deaths: when all were at work, who was killed, how soon Prefect knew."""
+    """A run that trained to its end under deaths: who was killed, how soon Prefect knew."""
 
     run: Run
-    begun: float
     kills: tuple[Kill, ...]
     detect: tuple[float, ...]
 
@@ -86,7 +82,7 @@ def train_killed(plan: Plan, folder: Path) -> Killed:
     killer = Killer(config.store, "killed", plan.faults(), plan.until_share)
     run = _train(config, "killed", killer.look)
     kills = kills_of(run)
-    return Killed(run, killer.begun, kills, tuple(seconds_to_detect(run, kills)))
+    return Killed(run, kills, tuple(seconds_to_detect(run, kills)))
 
 
 def train_in_peace(plan: Plan, folder: Path) -> Run:
@@ -96,11 +92,12 @@ def train_in_peace(plan: Plan, folder: Path) -> Run:
 
 def train_jointly(plan: Plan, killed: Killed, folder: Path, *, is_elastic: bool) -> Trace:
     """Train a data-parallel job for as long as the run took, under the same deaths."""
+    window = window_of(killed.run)
     return data_parallel.train(
         killed.run,
         folder,
-        [Kill(kill.island, kill.at - killed.begun) for kill in killed.kills],
-        seconds=window_of(killed.run, killed.begun).seconds,
+        [Kill(kill.island, kill.at - window.begin) for kill in killed.kills],
+        seconds=window.seconds,
         checkpoint_seconds=0.0 if is_elastic else plan.job_checkpoint_seconds,
     )
 
@@ -112,7 +109,7 @@ def look_back(plan: Plan, killed: Killed, peaceful: Run) -> Pipeline:
     trace = Trace(
         works=tuple(work for one in kept for work in one.works),
         kills=killed.kills,
-        window=window_of(run, killed.begun),
+        window=window_of(run),
         rolled_back_seconds=sum(one.rolled_back_seconds for one in kept),
     )
     found = verify(run.store_url, run.run_id)
@@ -170,10 +167,12 @@ def _train(config: RunConfig, run_id: str, watch: Callable[[], None]) -> Run:
     return open_run(config.store, run_id)
 
 
-def window_of(run: Run, begun: float) -> Span:
-    """Return the time in which every island had work to do: until the first has trained its share."""
-    left = [records.require(run.store, names.left(i.name))[0]["at"] for i in run.config.islands]
-    return Span(begun, min(map(float, left)))
+def window_of(run: Run) -> Span:
+    """Return the time in which every island was at work: from the last one's first push to the first farewell."""
+    islands = [island.name for island in run.config.islands]
+    begun = [kept_work(run, island).works[0].span.end for island in islands]
+    left = [records.require(run.store, names.left(island))[0]["at"] for island in islands]
+    return Span(max(begun), min(map(float, left)))
 
 
 def seconds_to_detect(run: Run, kills: Sequence[Kill]) -> list[float]:
