@@ -37,6 +37,8 @@ DECOUPLED, ELASTIC, RIGID = "decoupled", "elastic", "data_parallel"
 DEFINITIONS = {
     "goodput": "seconds in training steps that were not rolled back / (islands * seconds); "
     "waiting in an all-reduce is no step, spares are allocated to nobody",
+    "merged_share": "merged / trained tokens: goodput counts steps too that an adoption overwrote later",
+    "kept_tokens_per_second": "tokens of the steps that goodput counts, all islands together",
     "uptime": "share of the time in which at least one island trains",
     "live": "islands that train, mean over the time",
     "contributing": "learners in a merge, mean over the merges",

@@ -24,12 +24,14 @@ class Trail:
         self._store = store
 
     def take(self, commit: Commit) -> None:
-        """Go on to a version; those before it that are missing here are read.
+        """Go on, or back, to a version; those before it that are missing here are read.
 
         Raises:
             DamagedObject: one of those is damaged.
         """
         row = self.rows[commit.fragment]
+        if row and row[-1].version > commit.version:
+            row.clear()  # what was told after it is told again
         known = row[-1].version if row else 0
         for version in range(max(1, known + 1, commit.version - vitals.WINDOW + 1), commit.version):
             row.append(records.require_commit(self._store, commit.fragment, version)[0])

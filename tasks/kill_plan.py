@@ -36,7 +36,7 @@ class Plan:
     batch_size: int = 8
     period_steps: int = 24
     num_fragments: int = 4
-    tokens: int = 1_600_000
+    tokens: int = 1_800_000
     kill_seconds: float = 20.0
     until_share: float = 0.8
     checkpoint_seconds: float = 5.0

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra import deployments
+from infra.deployments import RunState
 from islands import names
 from islands.chaos import Fault
 from islands.config import RunConfig
 from islands.goodput import Kill, Span, Trace
-from islands.types import IslandsError
+from islands.types import IslandsError, ServiceUnavailable
 from islands.versions import Commit
 from tasks import data_parallel, records, supervising
 from tasks.chaos import Chaos
@@ -158,7 +159,7 @@ def _train(config: RunConfig, run_id: str, watch: Callable[[], None]) -> Run:
     """
     parameters = {"config": json.loads(config.model_dump_json()), "run": run_id}
     flow_run = deployments.start("train", parameters, name=f"train {run_id}")
-    while not (state := deployments.state_of(flow_run)).is_over:
+    while not (state := _state(flow_run)).is_over:
         for _ in range(_LOOKS_PER_SECOND):
             watch()
             time.sleep(1 / _LOOKS_PER_SECOND)
@@ -220,6 +221,13 @@ def commits_of(run: Run) -> list[Commit]:
             for version in range(1, head.version + 1)
         ]
     return commits
+
+
+def _state(flow_run: str) -> RunState:
+    try:
+        return deployments.state_of(flow_run)
+    except ServiceUnavailable:
+        return RunState("RUNNING", "Prefect does not answer")
 
 
 def _found(store_url: str, run_id: str) -> Run | None:

@@ -56,7 +56,7 @@ TORCH_FILES = tuple(
 )
 VENDORS_OF_ISLANDS = {
     "numpy": ("islands/*.py", "islands/simulation/*.py"),
-    "pydantic": ("islands/config.py", "islands/sections.py"),
+    "pydantic": ("islands/config.py", "islands/limits.py", "islands/sections.py"),
     "tomli_w": ("islands/config.py",),
     "torch": TORCH_FILES,
 }

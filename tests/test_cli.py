@@ -219,6 +219,24 @@ def test_a_change_that_cannot_be_is_refused_and_the_run_untouched(
     assert desk.objects() == before
 
 
+def test_an_island_joins_and_another_leaves_and_both_are_shown(desk: Desk) -> None:
+    create(desk, "first")
+    said = desk.on("join", "south", "--set", "region=ap-south", "batch_size=4")
+    assert (said.status, said.err) == (0, "")
+    shown = '{"name": "south", "region": "ap-south", "batch_size": 4}'
+    assert said.out == f"islands.south null → {shown}, at once\n"
+    left = json.loads(desk.on("leave", "west", "--json").out)["changes"]
+    assert left == [{"key": "islands.west.tokens", "before": None, "after": 0, "acts": "at once"}]
+    config = open_run(desk.url, "first").config
+    # 4,000 tokens for batches of 2 and 4: 1,333.3 and 2,666.7.
+    assert [config.share_of(name) for name in ("west", "east", "south")] == [0, 1334, 2667]
+    names = [island["name"] for island in json.loads(desk.on("status", "--json").out)["islands"]]
+    assert names == ["west", "east", "south"]
+    again = desk.on("join", "south")
+    assert again.status == 2
+    assert "got 'south', which takes part already; choose another name" in again.err
+
+
 def test_what_has_finished_is_not_adjusted(desk: Desk) -> None:
     desk.train("--set", "total_tokens=64")
     before = desk.objects()

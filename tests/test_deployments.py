@@ -244,6 +244,20 @@ def test_a_runs_state_tells_its_kind_its_message_and_whether_it_is_over() -> Non
         assert deployments.state_of(flow_run).is_over
 
 
+def test_failures_are_those_of_tasks_in_flow_runs_with_all_the_tags() -> None:
+    tags = [f"run:{uuid4().hex}", "island:east"]
+    parameters = {"store": "file:///tmp/runs", "run": "r", "island": "east"}
+    flow_run = deployments.start("island", parameters, tags=tags)
+    assert deployments.failures(tags) == []
+    begun = time.time()
+    for number, kind in enumerate(("COMPLETED", "FAILED", "CRASHED")):
+        task_run = {"task_key": "watch", "dynamic_key": str(number), "flow_run_id": flow_run}
+        request("POST", "/task_runs/", {**task_run, "state": {"type": kind}})
+    failed, crashed = deployments.failures(tags)
+    assert begun - 1 < failed <= crashed < time.time() + 1
+    assert deployments.failures([*tags, "other"]) == []
+
+
 def test_a_run_gets_another_name() -> None:
     flow_run = deployments.start("synchronize", {"store": "file:///tmp/runs", "run": "r"})
     deployments.rename(flow_run, "another name")
@@ -259,6 +273,7 @@ VERBS: dict[str, Callable[[], object]] = {
     "start": lambda: deployments.start("train", {}),
     "state_of": lambda: deployments.state_of(str(uuid4())),
     "living_run": lambda: deployments.living_run("island", ["a"]),
+    "failures": lambda: deployments.failures(["a"]),
     "rename": lambda: deployments.rename(str(uuid4()), "x"),
     "newest_run": lambda: deployments.newest_run("island", ["a"]),
     "unfinished_runs": deployments.unfinished_runs,
@@ -309,10 +324,11 @@ def test_a_serve_process_outlives_an_outage_of_prefects(monkeypatch: pytest.Monk
 
     async def nobody() -> None:
         async with PrefectClient(NOBODY) as client:
-            poller = ScheduledRunPoller.__new__(ScheduledRunPoller)
-            poller.stopping, poller._client, poller._prefetch_seconds = False, client, 0.0
-            poller._deployment_registry = DeploymentRegistry()
-            poller._runs_task_group = None
+            rest = "limit_manager resolve_starter runs_task_group storage_objs process_manager state_proposer"
+            rest += " hook_runner cancellation_manager get_attempt_conclusion"
+            parts: dict[str, Any] = dict.fromkeys(rest.split())  # not reached without an answer
+            parts |= {"client": client, "deployment_registry": DeploymentRegistry()}
+            poller = ScheduledRunPoller(query_seconds=1, prefetch_seconds=0, **parts)
             await poller._get_and_submit_flow_runs()
 
     with pytest.raises(httpx.ConnectError):

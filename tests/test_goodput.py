@@ -31,7 +31,16 @@ from islands.goodput import (
 )
 from islands.learner import Base, LearnerState, flatten, trainable
 from islands.model import build_model
-from tasks import benchmarks, building, checkpoint_costs, creating, goodput, history, killing
+from tasks import (
+    benchmarks,
+    building,
+    checkpoint_costs,
+    creating,
+    goodput,
+    history,
+    killing,
+    records,
+)
 from tasks.data_parallel import Job, Place, open_job, place_from, works_in
 from tasks.goodput import DECOUPLED, ELASTIC, RIGID, Pipeline
 from tasks.kept_work import kept_work
@@ -40,6 +49,7 @@ from tasks.local import Driver
 from tasks.records import new_attempt
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import StepLog, read_steps
+from tasks.stepping import schedule_of
 from tests.runs import start, tiny_config, train
 
 # Two islands in a window of ten seconds: one works for 4 s and, after 3 s, for 3 s; the other one for the last 5 s.
@@ -223,6 +233,25 @@ def test_losses_are_compared_at_about_as_many_merged_tokens(
     assert final[0] == final[1] != there
 
 
+def test_looking_back_on_a_killed_run_finds_a_sound_ledger_and_what_the_death_cost(
+    killed_run: Run,
+) -> None:
+    killed = killing.Killed(killed_run, 5.0, (Kill("east", 20.0),), ())
+    plan = Plan(batch_size=2, model=killed_run.config.model)
+    ours = killing.look_back(plan, killed, killed_run)
+    assert (ours.lost, ours.double_counted, list(ours.problems)) == (0, 0, [])
+    assert ours.loss == ours.loss_in_peace > 0
+    left = [
+        records.require(killed_run.store, f"learners/{name}/left.json")[0]["at"]
+        for name in ("east", "north", "west")
+    ]
+    assert ours.trace.window == Span(5.0, min(left))
+    assert len(ours.trace.kills) == len(ours.merged_again) == 1
+    figures = goodput.report(plan, ours, dict.fromkeys((DECOUPLED, ELASTIC, RIGID), ours.trace))
+    assert 0.0 < figures.figures["goodput"] < 1.0
+    assert ours.trace.rolled_back_seconds > 0
+
+
 def test_a_checkpoint_takes_some_processor_time(tmp_path: Path) -> None:
     assert 0.0 < checkpoint_costs.checkpoint_seconds(tiny_config(tmp_path), "saved") < 1.0
 
@@ -368,9 +397,8 @@ def joined_learner(run: Run, num_steps: int) -> building.Learner:
     """Return a learner after so many steps on all islands' batches together."""
     building.use_one_thread()
     config, model = run.config, build_model(building.model_shape(run.config), run.config.seed)
-    learner = building.assemble(
-        config, "joined", model, run.layouts, total_tokens=config.total_tokens
-    )
+    schedule = schedule_of(config, config.total_tokens)
+    learner = building.assemble(config, "joined", model, run.layouts, schedule=schedule)
     learner.begin(
         [Base(0, "", flatten(layout, trainable(model))) for layout in run.layouts], incarnation=0
     )

@@ -18,6 +18,7 @@ from islands.schedule import learning_rate_at
 from islands.types import ConfigError
 from tasks import building, history, joining, records, returning
 from tasks.adjusting import adjust
+from tasks.clockwork import Beat
 from tasks.evaluating import bigram_of
 from tasks.inbox import Roster
 from tasks.joining import join, leave, settle
@@ -398,3 +399,50 @@ def test_under_the_local_driver_an_island_leaves_when_the_run_is_resumed(tmp_pat
     require_sound(ended)
     assert verify(ended.store_url, "r").problems == []
     assert ended.store.read(names.FINISHED) is not None
+
+
+# --- coming back ---
+
+
+def test_who_comes_back_adopts_the_newest_version_of_each_fragment_at_once_and_its_rate_goes_on(
+    run: Run, live: Live
+) -> None:
+    """West dies with what it had not committed; east trains on, and several versions appear."""
+    past = history.look_back(run, "west").last
+    assert past is not None
+    before = [clock.base_version for clock in past.clocks]
+    east = live(run, "east")
+    while any(records.find_head(run.store, p)[0].version < before[p] + 2 for p in range(3)):
+        east.train(0.2)
+    east.close()
+    heads = [records.find_head(run.store, p)[0].version for p in range(3)]
+    west = live(run, "west")
+    assert all(c.base_version >= h for c, h in zip(west._learner.clocks, heads, strict=True))
+    assert west._learner.trained == past.trained
+    west.train(0.01)
+    trained = west._learner.trained - 32  # as the last step began: 2 sequences of 16 tokens
+    rate = learning_rate_at(trained, building.schedule_for(run, "west"))
+    assert {group["lr"] for group in west._learner.optimizer.param_groups} == {rate}
+    assert trained >= past.trained
+
+
+def test_the_loss_of_a_learner_that_comes_back_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Killed after its step 120 of some 300, away for 30 steps: neither parameters nor moments begin anew."""
+    fault = 'local.faults=[{island = "west", step = 120, return_after_steps = 30}]'
+    driver = runs.start(runs.tiny_config(tmp_path, "total_tokens=25_000", fault))
+    losses: list[float] = []
+    marks: list[int] = []
+
+    def watch(beat: Beat) -> None:
+        if beat.island == "west" and beat.loss is not None:
+            losses.append(beat.loss)
+        elif beat.island == "west" and beat.what.startswith("comes back"):
+            marks.append(len(losses))
+
+    driver.watch = watch
+    runs.finish(driver)
+    (back,) = marks
+    begun = sum(losses[:12]) / 12
+    before, after = sum(losses[back - 12 : back]) / 12, sum(losses[back : back + 12]) / 12
+    assert before < 0.8 * begun
+    assert after < before + 0.05 * (begun - before)

@@ -20,7 +20,7 @@ from infra.deployments import RunState
 from infra.services import Services
 from islands import names
 from islands.sections import PipelineConfig
-from tasks import history, records, stopping, supervising, trainers
+from tasks import history, joining, records, stopping, supervising, trainers
 from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.ringing import RING_SECONDS, Ring
@@ -105,6 +105,40 @@ def test_an_island_whose_flow_fails_is_started_again_up_to_the_limit_then_writte
     assert records.departed(run.store) == {"east"}
     ticked(supervisor)
     assert len(all_of(run)) == 3 + 2
+    assert supervisor.outlook() == "goes on"
+
+
+@pytest.mark.slow
+def test_a_spare_is_started_when_another_leaves_early_and_before_the_run_counts_as_left(
+    tmp_path: Path, prefect_api: Services
+) -> None:
+    spare = '[[islands]]\nname = "south"\nspare = true\n'
+    run = runs.start(runs.tiny_config(tmp_path, text=runs.TINY + spare)).run
+    supervisor = Supervisor(run, LOG)
+    assert supervisor.outlook() == "goes on"
+    assert set(ticked(supervisor)) == set(ISLANDS)
+    for island in ISLANDS:
+        write(run, island)
+    assert supervisor.outlook() == "goes on"
+    assert set(ticked(supervisor)) == {*ISLANDS, "south"}
+    assert len(all_of(run)) == 4
+    assert supervisor.run.own_tokens("south") == 4_000
+    write(run, "south")
+    assert supervisor.outlook() == "left"
+
+
+@pytest.mark.slow
+def test_who_was_cancelled_and_asked_to_leave_is_written_off(
+    tmp_path: Path, prefect_api: Services
+) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    supervisor = Supervisor(run, LOG)
+    end(ticked(supervisor)["east"], StateType.CANCELLED)
+    ticked(supervisor)
+    assert records.departed(run.store) == frozenset()
+    joining.leave(run, "east")
+    ticked(supervisor)
+    assert records.departed(run.store) == {"east"}
     assert supervisor.outlook() == "goes on"
 
 
