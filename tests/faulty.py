@@ -56,17 +56,20 @@ class Passing:
 
 
 class Counting(Passing):
-    """Counts operations: `num_operations` of every kind, `counts` by verb."""
+    """Counts operations: `num_operations` of every kind, `counts` by verb; and the names it has listed."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.num_operations = 0
         self.counts: dict[str, int] = {}
+        self.num_listed = 0
 
     def act(self, verb: str, name: str, deed: Deed) -> Any:
         self.num_operations += 1
         self.counts[verb] = self.counts.get(verb, 0) + 1
-        return deed()
+        done = deed()
+        self.num_listed += len(done) if verb == "list" else 0
+        return done
 
 
 class Dying(Passing):
