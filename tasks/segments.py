@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 Key = tuple[str, str, str]
 _lives: dict[Key, Life] = {}
 _turns: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
-# What a worker imports before the first order comes: torch takes seconds.
-PRELOAD = "tasks.living"
+_warming = threading.Lock()
+# What a worker does before the first order comes: it takes seconds.
+PRELOAD = "tasks.segments.warm_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,17 @@ class Stretch:
     idle_share: float
 
 
+def warm_up() -> None:
+    """Load into this process what a learner needs before its first step; who comes second waits for the first.
+
+    torch, that is, and some 800 modules more when the first optimizer is made.
+    """
+    with _warming:
+        from tasks import building
+
+        building.load_optimizer()
+
+
 def train_segment(segment: Segment) -> Stretch:
     """Train an island's learner for one segment in this process, going on where the segment before ended.
 
@@ -69,6 +81,7 @@ def train_segment(segment: Segment) -> Stretch:
     Raises:
         IslandsError: this incarnation is over; the next call begins another from the newest healthy checkpoint.
     """
+    warm_up()
     from tasks.living import Life, ended
 
     key = (segment.store_url, segment.run_id, segment.island)
