@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from infra.clusters import ClusterSpec, open_cluster
+from islands.types import StoreLost
 from tasks import stopping
 from tasks.records import new_attempt
 from tasks.runs import open_run
@@ -32,13 +33,18 @@ def island(store: str, run: str, island: str) -> State[str]:
     opened = open_run(store, run)
     cluster = opened.island(island).cluster
     stopping.let_go_on(opened, new_attempt, island)
-    segment = Segment(store, run, island, opened.config.pipeline.segment_seconds)
+    pipeline = opened.config.pipeline
+    segment = Segment(store, run, island, pipeline.segment_seconds, pipeline.store_patience_seconds)
     spec = ClusterSpec(island, **cluster.model_dump(exclude={"kind"}), preload=PRELOAD)
     doorman, num_deaths = Doorman(opened), 0
     with open_cluster(spec, segment.topic) as opened_cluster:
         for number in count():
             pipeline = doorman.run.config.pipeline  # as it stands now
-            segment = replace(segment, seconds=pipeline.segment_seconds)
+            segment = replace(
+                segment,
+                seconds=pipeline.segment_seconds,
+                patience_seconds=pipeline.store_patience_seconds,
+            )
             state = watch_segment(
                 opened, opened_cluster, segment, number, doorman, return_state=True
             )
@@ -49,7 +55,8 @@ def island(store: str, run: str, island: str) -> State[str]:
                     return Completed(message=_ending(stretch), data=stretch.outcome)
                 continue
             num_deaths += 1
-            if num_deaths > pipeline.max_restarts:
+            has_lost_store = isinstance(state.result(raise_on_failure=False), StoreLost)
+            if has_lost_store or num_deaths > pipeline.max_restarts:
                 state.result()  # raises what happened last
             # A first death costs no more than its replacement; what fails again and again needs time to mend.
             time.sleep(min(2.0 ** (num_deaths - 1) - 1.0, _LONGEST_PAUSE_SECONDS))

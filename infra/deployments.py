@@ -28,6 +28,9 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
@@ -39,7 +42,7 @@ from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.types.entrypoint import EntrypointType
 
 from infra import automations
-from islands.types import ConfigError, ServiceUnavailable
+from islands.types import ConfigError, ServiceUnavailable, StoreLost
 
 NAME = "diloco"
 FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark", "chaos")
@@ -47,6 +50,7 @@ FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark", "chaos")
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)
 _UNFINISHED = (*_LIVING, StateType.CANCELLING, StateType.PAUSED)
+_FAILED = (StateType.FAILED, StateType.CRASHED)
 _REFUSED = (409, 422)
 _MOST_READ = 50
 _log = logging.getLogger("prefect.diloco")  # where a serve process shows warnings
@@ -192,6 +196,11 @@ class RunState:
         return self.kind not in {kind.value for kind in _UNFINISHED}
 
     @property
+    def has_lost_store(self) -> bool:
+        """Whether it gave up because the store had not answered for as long as it is waited for."""
+        return self.kind == "FAILED" and StoreLost.__name__ in self.message
+
+    @property
     def is_silent(self) -> bool:
         """Whether it only counts as dead because its heartbeats did not arrive: after an outage it may well live."""
         return self.kind == "CRASHED" and self.message.startswith(automations.SILENT)
@@ -313,6 +322,25 @@ def _flow_name(flow: UUID) -> str:
             return str(client.read_flow(flow).name)
         except _VENDOR_ERRORS as exc:
             raise _unanswered(exc) from exc
+
+
+def failures(tags: Sequence[str]) -> list[float]:
+    """Return when task runs failed in flow runs with all these tags: seconds since 1970, in order.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    with _client() as client:
+        try:
+            found = client.read_task_runs(
+                flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[*tags])),
+                task_run_filter=TaskRunFilter(
+                    state=TaskRunFilterState(type=TaskRunFilterStateType(any_=[*_FAILED]))
+                ),
+            )
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+    return sorted(run.state.timestamp.timestamp() for run in found if run.state is not None)
 
 
 def are_served() -> bool:

@@ -77,7 +77,6 @@ class Link:
             it looks after must not wait for data.
         bytes_up, bytes_down: bytes created, and read, below the counted folders. What a failed attempt moved counts
             too, if the store said that it was done.
-        num_created: objects created by way of it, whatever their folder.
         bytes_per_second: the cap in each direction; None: no cap.
     """
 
@@ -94,7 +93,6 @@ class Link:
         self._counted, self._paced = counted, paced
         self._up, self._down = Bucket(), Bucket()
         self.bytes_up, self.bytes_down = bytes_up, bytes_down
-        self.num_created = 0
         self.bytes_per_second: float | None = None
         self.meanwhile: Callable[[], None] | None = None
         self._is_closed = False
@@ -117,7 +115,6 @@ class Link:
         self._pass(self._up, name, num_bytes, None)
         self._demand_order(f"create {name}", creates=True)
         self._store.create(name, data, sync=sync)
-        self.num_created += 1
         if name.startswith(self._counted):
             self.bytes_up += num_bytes
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
+from islands.limits import HealthConfig
 from islands.overrides import (
     assign,
     describe,
@@ -28,7 +29,6 @@ from islands.schedule import own_share
 from islands.sections import (
     LARGEST_INTEGER,
     DataConfig,
-    HealthConfig,
     InnerConfig,
     IslandConfig,
     LocalConfig,

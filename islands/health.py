@@ -1,6 +1,6 @@
 """The operator's four questions, and the drift alarm: vitals and limits in, findings out.
 
-    how stale is each island                         stale, silent
+    how stale is each island                         stale, silent, starved
     does one keep sending weak or late updates       late, small, weak
     is the quorum too permissive                     permissive, wasteful
     do fast islands dominate                         dominant
@@ -21,6 +21,7 @@ from islands.vitals import WINDOW, RunVitals, Vitals, Window, examine
 MEANINGS: Mapping[str, str] = {
     "stale": "versions behind when its work is merged",
     "silent": "versions since it last counted",
+    "starved": "periods trained since it last counted",
     "late": "share of its merged work that came at least one version late",
     "small": "of the tokens that its speed lets expect",
     "weak": "times the others' length of update per step",
@@ -52,10 +53,15 @@ class Finding:
         return self.kind if self.island is None else f"{self.kind} {self.island}"
 
     @property
+    def meaning(self) -> str:
+        """What its value is."""
+        return MEANINGS[self.kind]
+
+    @property
     def text(self) -> str:
         """One line: what is wrong, by how much, and what to do."""
         return (
-            f"{self.key}: {self.value:.3g} {MEANINGS[self.kind]} (limit {self.threshold:.3g}); "
+            f"{self.key}: {self.value:.3g} {self.meaning} (limit {self.threshold:.3g}); "
             f"{self.remedy}"
         )
 
@@ -79,11 +85,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An island that counts: it has not left, nor is it in quarantine. `rate`: expected tokens beside the others'."""
+    """An island that may count: it has not left, nor is it in quarantine.
+
+    `rate`: expected tokens beside the others'. `num_periods`: of one that counted in no version of the window, how many
+    it has trained since it last did.
+    """
 
     rate: float
     speed: float
     batch_size: int
+    num_periods: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ class Setting:
     """What a run is set to, as far as a remedy depends on it.
 
     `rate_key`, `learning_rate`: of the optimizer whose steps all follow. `least`: islands that must stay outside
-    quarantine. `blocks`: learners wait for one another.
+    quarantine. `blocks`: learners wait for one another. `is_over`: all have left, so nobody is missed.
     """
 
     run_id: str
@@ -103,6 +114,7 @@ class Setting:
     grace_fraction: float
     rate_key: str
     learning_rate: float
+    is_over: bool = False
 
 
 def find(window: Window, limits: Limits, setting: Setting) -> tuple[Finding, ...]:
@@ -114,16 +126,21 @@ def find(window: Window, limits: Limits, setting: Setting) -> tuple[Finding, ...
     if min((len(row) for row in window), default=0) < WINDOW or not setting.members:
         return ()
     rates = {name: member.rate for name, member in setting.members.items()}
-    vitals = examine(window, rates)
-    # An island is judged by what it did in at least a quarter of the merges.
-    enough = WINDOW * len(window) // 4
+    most = limits.max_missed_merges
+    starved = [name for name, member in setting.members.items() if member.num_periods >= most]
+    vitals = examine(window, rates, starved)
+    # An island is judged by what it did in at least an eighth of the merges.
+    enough = max(2, WINDOW * len(window) // 8)
     found = [*_of_run(vitals, limits, setting)]
-    for name in setting.members:
+    for name, member in setting.members.items():
         own = vitals.islands.get(name)
-        if own is None:
-            continue  # it has not begun
-        if own.missed >= limits.max_missed_merges:
-            found.append(_silent(name, own, limits, setting))
+        if name in starved:
+            knob, remedy = _wait_for_more(setting)
+            found.append(Finding("starved", name, member.num_periods, most, knob, remedy))
+        elif own is None:
+            continue  # it has hardly begun
+        elif own.missed >= most and not setting.is_over:
+            found.append(_silent(name, own.missed, limits, setting))
         elif own.num_merged >= enough:
             found += [*_of_island(name, own, limits, setting), *_drift(name, own, limits, setting)]
     kinds = [*MEANINGS]
@@ -139,17 +156,10 @@ def largest_share(limits: Limits, num_islands: int) -> float:
 
 
 def _of_run(vitals: RunVitals, limits: Limits, setting: Setting) -> Iterator[Finding]:
-    num_members = len(setting.members)
-    if vitals.participation < limits.min_participation and setting.quorum < num_members:
-        wanted = min(num_members, max(setting.quorum + 1, -(-3 * num_members // 4)))
-        yield Finding(
-            "permissive",
-            None,
-            vitals.participation,
-            limits.min_participation,
-            "sync.min_learners",
-            f"let a merge wait for more: {_adjust(setting, f'sync.min_learners={wanted}')}",
-        )
+    least = limits.min_participation
+    if vitals.participation < least and setting.quorum < len(setting.members):
+        knob, remedy = _wait_for_more(setting)
+        yield Finding("permissive", None, vitals.participation, least, knob, remedy)
     if vitals.lost_share > limits.max_lost_share:
         knob, remedy = _wait_longer(setting)
         yield Finding("wasteful", None, vitals.lost_share, limits.max_lost_share, knob, remedy)
@@ -165,12 +175,12 @@ def _of_run(vitals: RunVitals, limits: Limits, setting: Setting) -> Iterator[Fin
         )
 
 
-def _silent(name: str, own: Vitals, limits: Limits, setting: Setting) -> Finding:
+def _silent(name: str, missed: int, limits: Limits, setting: Setting) -> Finding:
     knob, remedy = _set_apart(name, setting)
     return Finding(
         "silent",
         name,
-        own.missed,
+        missed,
         limits.max_missed_merges,
         knob,
         f"unless `diloco status {setting.run_id}` shows it coming back, {remedy}",
@@ -196,8 +206,8 @@ def _of_island(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iter
         knob, remedy = _set_apart(name, setting)
         yield Finding("weak", name, own.norm_ratio, 1 / limits.max_norm_ratio, knob, remedy)
     most = largest_share(limits, len(setting.members))
-    if own.weight_share > most:
-        knob, remedy = _lighten(name, own, setting)
+    if own.weight_share is not None and own.weight_share > most:
+        knob, remedy = _lighten(name, own.weight_share, setting)
         yield Finding("dominant", name, own.weight_share, most, knob, remedy)
 
 
@@ -209,7 +219,8 @@ def _drift(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iterator
     if own.norm_drift is not None and not 1 / most <= own.norm_drift <= most:
         limit = most if own.norm_drift > 1 else 1 / most
         yield Finding("drifting", name, own.norm_drift, limit, knob, remedy)
-    if own.cosine is not None and own.cosine < limits.min_cosine:
+    # By more than chance: one batch's gradient, as data-parallel learners send, points anywhere.
+    if own.cosine is not None and own.cosine + 2 * own.cosine_error < limits.min_cosine:
         yield Finding("opposed", name, own.cosine, limits.min_cosine, knob, remedy)
     if own.loss_gap is not None and abs(own.loss_gap) > limits.max_loss_gap:
         yield Finding("apart", name, abs(own.loss_gap), limits.max_loss_gap, knob, remedy)
@@ -220,6 +231,15 @@ def _drift(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iterator
 
 def _adjust(setting: Setting, assignment: str) -> str:
     return f"`diloco adjust {setting.run_id} --set {assignment}`"
+
+
+def _wait_for_more(setting: Setting) -> tuple[str, str]:
+    num_members = len(setting.members)
+    if setting.quorum >= num_members:
+        return _wait_longer(setting)
+    wanted = min(num_members, max(setting.quorum + 1, -(-3 * num_members // 4)))
+    more = _adjust(setting, f"sync.min_learners={wanted}")
+    return "sync.min_learners", f"let a merge wait for more islands: {more}"
 
 
 def _wait_longer(setting: Setting) -> tuple[str, str]:
@@ -247,10 +267,10 @@ def _set_apart(name: str, setting: Setting) -> tuple[str, str]:
     return "sync.min_learners", f"set it apart: {fewer}, then {apart}"
 
 
-def _lighten(name: str, own: Vitals, setting: Setting) -> tuple[str, str]:
+def _lighten(name: str, weight_share: float, setting: Setting) -> tuple[str, str]:
     batch_size = setting.members[name].batch_size
     if batch_size > 1:
         knob = f"islands.{name}.batch_size"
         return knob, f"make its steps smaller: {_adjust(setting, f'{knob}={batch_size // 2}')}"
-    raised = f"{min(1.0, own.weight_share * 1.1):.2g}"
+    raised = f"{min(1.0, 1.1 * weight_share):.2g}"
     return "health.max_share", f"if that is meant: {_adjust(setting, f'health.max_share={raised}')}"

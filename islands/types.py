@@ -10,6 +10,7 @@ This module knows shapes, positions and names; it must not know a model, a store
      ├── VersionTaken         a create-only name exists already
      ├── Refused              a contribution breaks a rule; `reason` says which
      ├── StoreUnavailable     the store did not answer
+     ├── StoreLost            it has not for as long as anybody waits for it
      ├── ServiceUnavailable   Prefect, MLflow or another service did not start or did not answer
      ├── ClusterUnavailable   an island's Dask cluster cannot be opened, or did not answer
      └── LearnerLost          the process that trained an island is gone
@@ -57,6 +58,10 @@ class VersionTaken(IslandsError):
 
 class StoreUnavailable(IslandsError):
     """The store cannot be opened, or did not answer."""
+
+
+class StoreLost(IslandsError):
+    """The store has not answered for as long as anybody waits for it."""
 
 
 class ServiceUnavailable(IslandsError):

@@ -115,6 +115,10 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
         ConfigError: another process took the name meanwhile.
     """
     config, store = prepared.config, prepared.store
+    # Read before anything is written: an origin that is damaged must not leave a payload under the new name.
+    first = _of_model(prepared.model)
+    if prepared.origin is not None:
+        first = _of_origin(prepared.origin, config)
     arrays = {f"{SHARD}{name}": values for name, values in prepared.split.shards.items()}
     arrays[HELD_OUT] = prepared.split.held_out
     folder = names.payload_folder(names.RUN, new_attempt())
@@ -131,10 +135,8 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
         },
         "software": _software(),
     }
-    first = _of_model(prepared.model)
     if prepared.origin is not None:
         body["origin"] = dict(prepared.origin.facts)
-        first = _of_origin(prepared.origin, config)
     try:
         records.write(store, names.RUN, body)
     except VersionTaken as exc:

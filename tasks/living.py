@@ -7,6 +7,7 @@ does training steps and adoptions; all else it does (copies, handing over, looki
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +21,9 @@ from islands.data import batch_at
 from islands.fragments import own_period
 from islands.learner import Base
 from islands.ledger import LearnerRecord
+from islands.patience import Patience
 from islands.steering import changes_between
-from islands.types import LearnerLost, Refused, StoreUnavailable
+from islands.types import Refused, StoreUnavailable
 from tasks import building, exchanging, history, pacing, records, returning
 from tasks.enduring import Endured
 from tasks.exchanging import Exchange
@@ -33,8 +35,6 @@ from tasks.sending import Sender, Standing, Tell
 
 # How long the last pushes and checkpoint may take when asked to stop; a stop must be over in 30 s.
 DRAIN_SECONDS = 20.0
-# A store that is down when a learner has trained its share is waited for this long, piece by piece.
-_PATIENCE_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 # Ends at which everything is saved, for another incarnation to go on from.
 _SAVED_ENDS = ("stopped", "drained")
@@ -134,7 +134,7 @@ class Life:
 
         Raises:
             Refused: the learner's numbers are broken; a new incarnation must go on from a healthy checkpoint.
-            LearnerLost: nothing can be exchanged any more.
+            LearnerLost, StoreLost: nothing can be exchanged any more.
         """
         learner, begun = self._learner, time.perf_counter()
         self._begun_at = begun if self._begun_at is None else self._begun_at
@@ -194,6 +194,7 @@ class Life:
         changes = ", ".join(map(str, changes_between(self.run.config, run.config)))
         self.run, self._share = run, run.own_tokens(self.island.name)
         self._exchange.link.bytes_per_second = run.island(self.island.name).bytes_per_second
+        self._sender.patience_seconds = run.config.pipeline.store_patience_seconds
         text = (
             f"{self.island.name} at step {self._learner.position.step}: settings changed: {changes}"
         )
@@ -320,28 +321,18 @@ class Life:
             if learner.clock(p).open_tokens > learner.clock(p).copied_tokens
         ]
         self._hand_over(rest)
-        num_created, ends = -1, 0.0
+        self._sender.end_saving()
         while not self._sender.drain(_LOOK_SECONDS):
             if (reason := self._why_end()) is not None:
                 return reason
             self._steer()
-            if (
-                self._exchange.link.num_created != num_created
-            ):  # a narrow link is no store that is down
-                num_created = self._exchange.link.num_created
-                ends = time.monotonic() + _PATIENCE_SECONDS
-            if time.monotonic() >= ends:
-                raise LearnerLost(
-                    f"{self.island.name} could write nothing of its last work in {_PATIENCE_SECONDS:g} s; "
-                    "see whether the store answers"
-                )
         self._count_dropped()
         self._sender.close()
         return self._say_farewell(self._exchange.linked(learner.record("")))
 
     def _say_farewell(self, record: LearnerRecord) -> str:
         """Leave, unless somebody else goes on in this name; return how it ended."""
-        ends = time.monotonic() + _PATIENCE_SECONDS
+        patience = Patience(_LOOK_SECONDS)
         while True:
             reason = self._why_end()
             if reason is not None and reason not in _SAVED_ENDS:  # these have nothing left to save
@@ -352,11 +343,13 @@ class Life:
                 history.leave(self.run, record, stamp=self._stamp)
                 return "left"
             except StoreUnavailable as exc:
-                if time.monotonic() >= ends:
-                    raise
-                text = f"the farewell: {exc}; again"
-                self._tell({"kind": "log", "level": "warning", "text": text})
-                time.sleep(_LOOK_SECONDS)
+                limit = self.run.config.pipeline.store_patience_seconds
+                now, draw = time.monotonic(), random.random()
+                pause = patience.refused(exc, now=now, limit_seconds=limit, draw=draw)
+                if text := patience.complaint(exc):
+                    text = f"the farewell: {text}"
+                    self._tell({"kind": "log", "level": "warning", "text": text})
+                time.sleep(pause)
 
 
 def ended(run: Run, name: str) -> Stretch | None:

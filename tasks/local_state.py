@@ -6,6 +6,7 @@ is deleted first: this process is the run's only writer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,19 @@ from tasks.runs import Run
 if TYPE_CHECKING:
     from tasks.local import Driver
 
+# Where a driver writes headers, but for the versions: there are ever more of those, and their heads say as much.
+_FOLDERS = (
+    "advisories",
+    "checkpoints",
+    "driver",
+    "evaluations",
+    "inbox",
+    "learners",
+    "snapshots",
+    "stops",
+    "synchronizers",
+)
+
 
 def write_state(driver: Driver) -> None:
     """Write the driver's state; every training learner's checkpoint of this very moment must be written already."""
@@ -40,7 +54,7 @@ def write_state(driver: Driver) -> None:
             arrays |= exchanging.feedback_arrays(seat.exchange.feedback, f"{learner}-")
     folder = names.payload_folder(name, driver.new_attempt())
     payload = write_arrays(run.store, folder, arrays, chunk_elements=run.chunk_elements)
-    present = [n for n in run.store.list_names("") if not n.startswith("payloads/")]
+    present = [names.RUN, *_list(run, _FOLDERS)]
     driver.num_saves += 1
     body = {
         "now": driver.now,
@@ -57,6 +71,7 @@ def write_state(driver: Driver) -> None:
             "estimates": driver.synchronizer.estimates(),
         },
         "present": present,
+        "heads": [head.version for head in driver.synchronizer.heads()],
         "payload": payload.to_json(),
     }
     records.write(run.store, name, body)
@@ -77,12 +92,12 @@ def restore_state(driver: Driver) -> bool:
             exchanging.fetch(
                 run, layout.index, 0
             )  # nothing is deleted unless there is something to start from
-        truncate(run, {names.RUN, *(names.version(layout.index, 0) for layout in run.layouts)})
+        truncate(run, {names.RUN}, [0] * len(run.layouts))
         driver.reopen_synchronizer()
         return False
     name = max(saved, key=lambda n: names.number_of(n) or 0)
     body, _ = records.require(run.store, name)
-    truncate(run, {*body["present"], name})
+    truncate(run, {*body["present"], name}, body["heads"])
     driver.now = body["now"]
     driver.events = [
         Event(time, Kind(kind), order, i, tuple(rest))
@@ -102,13 +117,20 @@ def restore_state(driver: Driver) -> bool:
     return True
 
 
-def truncate(run: Run, present: set[str]) -> None:
-    """Delete every object that is neither in `present` nor part of its payloads; recorded changes stay."""
-    for name in run.store.list_names(""):
+def truncate(run: Run, present: set[str], heads: Sequence[int]) -> None:
+    """Delete what a driver writes that is neither in `present`, nor a version up to a head, nor the payload of one."""
+    seen = {(p, version) for p, head in enumerate(heads) for version in range(head + 1)}
+    for name in [names.FINISHED, *_list(run, (*_FOLDERS, "versions", "payloads"))]:
         found = names.header_of_payload(name)
         header = name if found is None else found[0]
-        if header not in present and not header.startswith("changes/"):
+        version = names.parse_version(header)
+        is_seen = version in seen if version is not None else header in present
+        if not is_seen:
             run.store.delete(name)
+
+
+def _list(run: Run, folders: Sequence[str]) -> list[str]:
+    return [name for folder in folders for name in run.store.list_names(f"{folder}/")]
 
 
 def _seat_to_json(seat: Seat) -> dict[str, Any]:

@@ -6,7 +6,9 @@ payload. Of several new versions only the newest is fetched, or the changes that
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +17,15 @@ from dataclasses import dataclass
 from islands import names
 from islands.contributions import MEANINGS, Tally
 from islands.learner import Base
-from islands.types import DamagedObject, IslandsError, LearnerLost, Position, StoreUnavailable
+from islands.patience import Patience
+from islands.types import (
+    DamagedObject,
+    IslandsError,
+    LearnerLost,
+    Position,
+    StoreLost,
+    StoreUnavailable,
+)
 from islands.versions import Commit
 from tasks import records, stopping
 from tasks.runs import Run, refreshed
@@ -72,6 +82,8 @@ class Receiver:
         self._is_closed = False
         self._num_pardons = 0
         self._num_troubles = 0
+        self._warned = ""
+        self._patience = Patience(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS)
         self.poll_seconds = 0.2
         # What else is looked after as often as a reason to end.
         self.also: Callable[[], None] | None = None
@@ -115,10 +127,8 @@ class Receiver:
 
     def care(self) -> None:
         """Look for a reason to end; for its own thread, while a slow fetch keeps that from its round."""
-        try:
+        with contextlib.suppress(StoreUnavailable):  # its own round asks again, and tells
             self._care(self._num_pardons)
-        except StoreUnavailable as exc:
-            self._warn(exc)
 
     def close(self) -> None:
         """End the thread."""
@@ -129,6 +139,9 @@ class Receiver:
     def _work(self) -> None:
         try:
             self._watch()
+        except StoreLost as exc:
+            self.failure = exc
+            self._has_news.set()
         except BaseException as exc:
             # Our bug, or the machine's: the learner must not train on, alone and out of reach.
             self.failure = LearnerLost(
@@ -149,15 +162,29 @@ class Receiver:
                     self._care(num_pardons)
                     care_at = time.monotonic() + _CARE_SECONDS
                 self._fetch_all(self._look_for_versions())
+                if self._num_troubles == num_troubles:
+                    pause, rest = _FIRST_PAUSE_SECONDS, self.poll_seconds
+                else:
+                    rest, pause = pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                self._say("info", self._patience.answered(now=time.monotonic()))
             except StoreUnavailable as exc:
-                self._warn(exc)
-            if self._num_troubles == num_troubles:
-                pause, rest = _FIRST_PAUSE_SECONDS, self.poll_seconds
-            else:
-                rest, pause = pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                rest = self._bear(exc)
             if self.reason in ("superseded", "finished", "left"):
                 return  # for good: nothing more will be adopted
             self._wakes.wait(rest)
+
+    def _bear(self, exc: StoreUnavailable) -> float:
+        """Return how long to wait before the store is asked again.
+
+        Raises:
+            StoreLost: it has not answered for too long.
+        """
+        limit = self._run.config.pipeline.store_patience_seconds
+        pause = self._patience.refused(
+            exc, now=time.monotonic(), limit_seconds=limit, draw=random.random()
+        )
+        self._say("warning", self._patience.complaint(exc))
+        return pause
 
     def _care(self, num_pardons: int) -> None:
         self._run = refreshed(self._run)
@@ -235,9 +262,16 @@ class Receiver:
             self._bases[fragment] = base
             self._has_news.set()
 
-    def _warn(self, exc: IslandsError) -> None:
+    def _warn(self, exc: DamagedObject) -> None:
         self._num_troubles += 1
-        self._tell({"kind": "log", "level": "warning", "text": f"fetching: {exc}; again"})
+        text = f"fetching: {exc}; again"
+        if text != self._warned:  # what stays damaged is said once
+            self._warned = text
+            self._say("warning", text)
+
+    def _say(self, level: str, text: str) -> None:
+        if text:
+            self._tell({"kind": "log", "level": level, "text": text})
 
 
 def newest_version(run: Run, fragment: int, known: int = 0) -> Arrived:

@@ -99,10 +99,15 @@ def find_refusal(store: Store, name: str, fragment: int, versions: Iterable[int]
 
 
 def find_head(store: Store, fragment: int, known: int = 0) -> tuple[Commit, str]:
-    """Return (commit, digest) of a fragment's newest version, probing upward from a version known to exist."""
-    head = require_commit(store, fragment, known)
-    while (later := read_commit(store, fragment, head[0].version + 1)) is not None:
-        head = later
+    """Return (commit, digest) of a fragment's newest version, probing upward from a version known to exist.
+
+    In growing strides, then by halves: versions have no gap and are never deleted, so that far ones take few looks.
+    """
+    head, stride = require_commit(store, fragment, known), 1
+    while (later := read_commit(store, fragment, head[0].version + stride)) is not None:
+        head, stride = later, 2 * stride
+    while (stride := stride // 2) > 0:
+        head = read_commit(store, fragment, head[0].version + stride) or head
     return head
 
 

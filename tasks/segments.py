@@ -6,6 +6,7 @@ sends an order imports this module too, so torch is loaded where the order is ca
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import defaultdict
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infra.clusters import is_told_to_end, teller
+from islands.patience import Patience
+from islands.types import StoreUnavailable
 from tasks.records import new_attempt
 from tasks.runs import open_run
 
@@ -29,12 +32,13 @@ PRELOAD = "tasks.segments.warm_up"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """An order to train: which island of which run, and for how long."""
+    """An order to train: which island of which run, for how long, and how long to wait for a store that is away."""
 
     store_url: str
     run_id: str
     island: str
     seconds: float
+    patience_seconds: float
 
     @property
     def topic(self) -> str:
@@ -67,7 +71,7 @@ def warm_up() -> None:
     torch, that is, and some 800 modules more when the first optimizer is made.
     """
     with _warming:
-        from tasks import building
+        from tasks import building, living  # noqa: F401  the rest of what a learner is made of
 
         building.load_optimizer()
 
@@ -81,9 +85,6 @@ def train_segment(segment: Segment) -> Stretch:
     Raises:
         IslandsError: this incarnation is over; the next call begins another from the newest healthy checkpoint.
     """
-    warm_up()
-    from tasks.living import Life, ended
-
     key = (segment.store_url, segment.run_id, segment.island)
     with _turns[key]:
         life = _lives.pop(key, None)
@@ -93,11 +94,10 @@ def train_segment(segment: Segment) -> Stretch:
                 life.close()
                 life = None
             if life is None:
-                run = open_run(segment.store_url, segment.run_id)
-                if (stretch := ended(run, segment.island)) is not None:
-                    return stretch
-                tell = teller(segment.topic)
-                life = Life(run, segment.island, new_attempt, stamp=time.time, tell=tell)
+                begun = _begin(segment)
+                if isinstance(begun, Stretch):
+                    return begun
+                life = begun
             stretch = life.train(segment.seconds, is_told_to_end=is_told_to_end)
             goes_on = stretch.outcome == "goes on"
             return stretch
@@ -106,3 +106,27 @@ def train_segment(segment: Segment) -> Stretch:
                 _lives[key] = life
             elif life is not None:
                 life.close()
+
+
+def _begin(segment: Segment) -> Life | Stretch:
+    """Return a new incarnation, or the end that leaves nothing to train; a store that is away is waited for.
+
+    A disk that is full lets nobody register: without waiting, an island would use up its restarts within a minute.
+    """
+    warm_up()
+    from tasks.living import Life, ended
+
+    tell, patience = teller(segment.topic), Patience()
+    while True:
+        try:
+            run = open_run(segment.store_url, segment.run_id)
+            stretch = ended(run, segment.island)
+            return stretch or Life(run, segment.island, new_attempt, stamp=time.time, tell=tell)
+        except StoreUnavailable as exc:
+            if is_told_to_end():
+                raise
+            limit, draw = segment.patience_seconds, random.random()
+            pause = patience.refused(exc, now=time.monotonic(), limit_seconds=limit, draw=draw)
+            if complaint := patience.complaint(exc):
+                tell({"kind": "log", "level": "warning", "text": complaint})
+            time.sleep(pause)

@@ -15,8 +15,10 @@ pass; a state older than what was written meanwhile is given up.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,7 @@ from islands import names
 from islands.contributions import Telemetry
 from islands.learner import Copy, LearnerState
 from islands.ledger import LearnerRecord
+from islands.patience import Patience
 from islands.types import (
     IslandsError,
     LearnerLost,
@@ -37,8 +40,9 @@ from islands.types import (
 from tasks import records
 from tasks.exchanging import Exchange
 
-_LONGEST_PAUSE_SECONDS = 10.0
 Tell = Callable[[Mapping[str, Any]], None]
+# The patience with a place, and a piece of work that goes there; it returns whether anything was asked of the store.
+Task = tuple[Patience, Callable[[], bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class Sender:
         exchange: of this incarnation; only this thread uses it from now on.
         num_fragments: of the run.
         tell: told of each commit and of trouble; must not block.
+
+    Attributes:
+        patience_seconds: how long pushes are tried without an answer before this thread gives up. Checkpoints are tried
+            for ever: that none can be written stops no training.
     """
 
     def __init__(self, exchange: Exchange, num_fragments: int, tell: Tell) -> None:
@@ -65,12 +73,15 @@ class Sender:
         self._changed = threading.Condition()
         self._outbox: dict[int, Copy] = {}
         self._state: LearnerState | None = None
+        self._saves = True
         self._gives_way = False  # the store refused the waiting state: one push goes first
         self._newest: LearnerRecord | None = None  # the account of its newest link
         self._standing: Standing | None = None
         self._dropped: list[tuple[int, int]] = []
         self._marks: list[tuple[int, Position]] = []
         self._sent_at = [0] * num_fragments  # in commits: whose last one is oldest goes first
+        self.patience_seconds = exchange.run.config.pipeline.store_patience_seconds
+        self._pushing, self._saving = Patience(), Patience()
         self._is_busy = False
         self._is_saving = False
         self._is_closed = False
@@ -96,7 +107,13 @@ class Sender:
         """Hand over a checkpoint's state; it takes the place of one that still waits."""
         with self._changed:
             self._state = state
-            self._is_saving = True
+            self._saves = self._is_saving = True
+            self._changed.notify_all()
+
+    def end_saving(self) -> None:
+        """Write no checkpoint any more: what waits to be written is the last that counts."""
+        with self._changed:
+            self._saves, self._state = False, None
             self._changed.notify_all()
 
     @property
@@ -159,15 +176,9 @@ class Sender:
             raise
 
     def _write_all(self) -> None:
-        pause = 0.5
         while (task := self._next()) is not None:
             try:
-                task()
-                pause = 0.5
-            except StoreUnavailable as exc:
-                self._tell({"kind": "log", "level": "warning", "text": f"the store: {exc}; again"})
-                self._rest(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                self._try(task)
             except IslandsError as exc:
                 with self._changed:
                     self._failure = exc
@@ -177,7 +188,31 @@ class Sender:
                     self._is_saving = self._state is not None
                     self._changed.notify_all()
 
-    def _next(self) -> Callable[[], None] | None:
+    def _try(self, task: Task) -> None:
+        """Do one piece of work; where the store does not answer, rest before the next one.
+
+        Raises:
+            StoreLost: it has not for too long.
+        """
+        patience, work = task
+        try:
+            has_asked = work()
+        except StoreUnavailable as exc:
+            limit = self.patience_seconds if patience is self._pushing else math.inf
+            pause = patience.refused(
+                exc, now=time.monotonic(), limit_seconds=limit, draw=random.random()
+            )
+            self._say("warning", patience.complaint(exc))
+            self._rest(pause)
+            return
+        if has_asked:
+            self._say("info", patience.answered(now=time.monotonic()))
+
+    def _say(self, level: str, text: str) -> None:
+        if text:
+            self._tell({"kind": "log", "level": level, "text": text})
+
+    def _next(self) -> Task | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or (self._failure is None and not self._is_idle())
@@ -190,44 +225,46 @@ class Sender:
             self._marks.clear()
             if self._state is not None and not (self._gives_way and self._outbox):
                 state, self._state = self._state, None
-                return partial(self._save, state)
+                return self._saving, partial(self._save, state)
             fragment = min(self._outbox, key=lambda p: (self._sent_at[p], p))
             copy, standing = self._outbox.pop(fragment), self._standing
         assert standing is not None
-        return partial(self._push, copy, standing)
+        return self._pushing, partial(self._push, copy, standing)
 
     def _rest(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
 
-    def _save(self, state: LearnerState) -> None:
+    def _save(self, state: LearnerState) -> bool:
         self._gives_way = False
         record, newest = state.record, self._newest
         if newest is not None and records.progress(record) < records.progress(newest):
             text = f"the checkpoint of {record.position} waited too long: newer work was sent meanwhile"
-            self._tell({"kind": "log", "level": "warning", "text": text})
-            return
+            if self._saving.num_failures == 0:  # else it is known why
+                self._say("warning", text)
+            return False
         try:
             if not self._exchange.can_save(record) or self._exchange.is_saved(record):
-                return
+                return False
             name = self._write_checkpoint(state)
         except StoreUnavailable:
             with self._changed:
-                self._gives_way = True
-                self._state = self._state or state
+                if self._saves:
+                    self._gives_way, self._state = True, self._state or state
             raise
         self._newest = record
         self._tell({"kind": "saved", "name": name})
+        return True
 
-    def _push(self, copy: Copy, standing: Standing) -> None:
+    def _push(self, copy: Copy, standing: Standing) -> bool:
         self._gives_way = False
         try:
             self._write_push(copy, standing)
         except Refused as exc:
             if exc.reason in ("non-finite", "finished") or self._exchange.run.config.sync.blocks:
                 raise  # this incarnation is over: in vain, or all the others would wait for this push
-            self._tell({"kind": "log", "level": "warning", "text": f"push refused: {exc}"})
-            return
+            self._say("warning", f"push refused: {exc}")
+            return True
         except StoreUnavailable:
             with self._changed:
                 newer = self._outbox.get(copy.fragment)
@@ -249,6 +286,7 @@ class Sender:
                 "loss": standing.telemetry.loss,
             }
         )
+        return True
 
     def _write_checkpoint(self, state: LearnerState) -> str:
         name = names.checkpoint(self._exchange.learner, state.record.position)

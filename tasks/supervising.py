@@ -7,6 +7,7 @@ process may die, and another one goes on from what it finds. Prefect may be away
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +17,13 @@ from typing import Any
 from infra import deployments
 from infra.deployments import RunState
 from infra.events import unique_key
+from islands.patience import Patience
 from islands.steering import changes_between
-from islands.types import DamagedObject, ServiceUnavailable, StoreUnavailable
+from islands.types import DamagedObject, ServiceUnavailable, StoreLost, StoreUnavailable
 from tasks import history, joining, records, stopping, trainers
+from tasks.alarm import Alarm
 from tasks.collecting import collect
+from tasks.health import Doctor
 from tasks.merging import Synchronizer
 from tasks.records import new_attempt
 from tasks.ringing import Bell, Ring
@@ -36,6 +40,7 @@ class Post:
     """An island as its supervisor sees it: the flow run that trains it, and how often that was replaced.
 
     `doubted_since`: when a flow run that was found, not started, was taken over, until it shows a sign of life.
+    `lost_at`: when it was found to have given up the store, nothing having been trained since.
     """
 
     flow_run: str
@@ -44,6 +49,7 @@ class Post:
     seen_trained: int = 0
     doubted_since: float | None = None
     sign: tuple[int, int] = (-1, 0)
+    lost_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -61,17 +67,26 @@ class Supervisor:
     collected_at: float = 0.0
     bell: Bell | None = None
     rung: str = ""
+    alarm: Alarm | None = None
     settled: tuple[frozenset[str], int] = (frozenset(), 0)
+    patience: Patience = field(default_factory=Patience)
+    refusal: StoreUnavailable | None = None
 
     def tick(self) -> None:
-        """Look once at everything. What does not answer is looked at again next time."""
-        now = time.monotonic()
+        """Look once at everything. What does not answer is looked at again next time.
+
+        Raises:
+            StoreLost: the store has not answered for too long, here or to any island.
+        """
+        now, self.refusal = time.monotonic(), None
         self._try(self._steer)
         self._try(self._watch_islands)
         self._try(partial(self._watch_quorum, now))
+        self._try(partial(self._watch_health, now))
         if now - self.collected_at >= _COLLECT_SECONDS:
             self.collected_at = now
             self._try(partial(collect, self.run))
+        self._judge_store(now)
 
     def are_all_away(self) -> bool:
         """Say whether no island's flow run is at work any more.
@@ -97,7 +112,9 @@ class Supervisor:
             if self._have_all_left():
                 return "left"
             return "stopped" if stopping.is_asked(self.run) else "goes on"
-        except (StoreUnavailable, DamagedObject) as exc:
+        except StoreUnavailable:
+            return "goes on"  # the tick that follows finds it too, and tells
+        except DamagedObject as exc:
             self.log.warning("%s", exc)
             return "goes on"
 
@@ -115,9 +132,22 @@ class Supervisor:
         """Do one part; what does not answer must not keep the others from theirs."""
         try:
             work()
-        except (ServiceUnavailable, StoreUnavailable, DamagedObject) as exc:
+        except StoreUnavailable as exc:
+            self.refusal = exc
+        except (ServiceUnavailable, DamagedObject) as exc:
             # Damage here may be an object that was collected while we read; what stays damaged, `verify` names.
             self.log.warning("%s", exc)
+
+    def _judge_store(self, now: float) -> None:
+        """Tell of an outage once, and of its end; give up where it lasts too long."""
+        if self.refusal is None:
+            if news := self.patience.answered(now=now):
+                self.log.info(news)
+            return
+        limit = self.run.config.pipeline.store_patience_seconds
+        self.patience.refused(self.refusal, now=now, limit_seconds=limit, draw=0.0)
+        if complaint := self.patience.complaint(self.refusal):
+            self.log.warning(complaint)
 
     def _steer(self) -> None:
         """Take over changed settings."""
@@ -174,9 +204,7 @@ class Supervisor:
             post.doubted_since = None
 
     def _sign_of_life(self, island: str) -> tuple[int, int]:
-        link = history.last_link(self.run, island)
-        newest = records.newest_incarnation(self.run.store, island)
-        return newest, 0 if link is None else link.trained
+        return records.newest_incarnation(self.run.store, island), self._trained(island)
 
     def _start(self, island: str, *, after: str | None) -> str:
         """Start an island's flow, at most once after the one that ended: another `train` may be at it as well."""
@@ -199,8 +227,7 @@ class Supervisor:
         A cancelled one stays away while others train. When nobody does, or all would wait for it, the run stops: it can
         go on later, with all. One that was asked to leave does not come back for its farewell.
         """
-        link = history.last_link(self.run, island)
-        trained = 0 if link is None else link.trained
+        trained = self._trained(island)
         if post.state.kind == "CANCELLED" and self.run.own_tokens(island) <= trained:
             self._write_off(island, "was cancelled, and has trained its share")
             return
@@ -211,7 +238,9 @@ class Supervisor:
                 ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else can go on")
             return
         if trained > post.seen_trained:
-            post.num_restarts, post.seen_trained = 0, trained
+            post.num_restarts, post.seen_trained, post.lost_at = 0, trained, None
+        if post.state.has_lost_store and self._must_wait(post):
+            return
         if post.num_restarts >= self.run.config.pipeline.max_restarts:
             self._write_off(island, f"ended {post.num_restarts + 1} times without progress")
             return
@@ -223,6 +252,26 @@ class Supervisor:
         )
         post.flow_run, post.state = self._start(island, after=post.flow_run), RunState()
         post.num_restarts += 1
+
+    def _must_wait(self, post: Post) -> bool:
+        """Say whether an island that lost its store stays away for now: the others may be about to lose it too.
+
+        Raises:
+            StoreLost: every island that trains has.
+        """
+        now, gone = time.monotonic(), records.departed(self.run.store)
+        post.lost_at = now if post.lost_at is None else post.lost_at
+        if all(
+            other.lost_at is not None and self._trained(name) <= other.seen_trained
+            for name, other in self.posts.items()
+            if name not in gone
+        ):
+            raise StoreLost(f"no island reaches the store: {post.state.message}")
+        return now - post.lost_at < _DOUBT_SECONDS
+
+    def _trained(self, island: str) -> int:
+        link = history.last_link(self.run, island)
+        return 0 if link is None else link.trained
 
     def _cancelled(self) -> set[str]:
         return {name for name, post in self.posts.items() if post.state.kind == "CANCELLED"}
@@ -244,6 +293,10 @@ class Supervisor:
         self.log.warning("a quorum has waited too long: a synchronizer is started (%s)", ring.key)
         start_synchronizer(self.run, ring)
 
+    def _watch_health(self, now: float) -> None:
+        self.alarm = self.alarm or Alarm(Doctor(self.run), self.log)
+        self.alarm.look(self.run, now=now)
+
 
 def tag_of(run: Run) -> str:
     """Return the tag of every flow run that trains one of the run's islands."""
@@ -258,14 +311,20 @@ def start_synchronizer(run: Run, ring: Ring) -> None:
 
 
 def settle(run: Run, *, sleep: Callable[[float], None]) -> Synchronizer:
-    """Merge what is pending once all islands have left, and return the synchronizer that saw it settled."""
-    synchronizer = Synchronizer(run, new_attempt, stamp=time.time)
+    """Merge what is pending once all islands have left, and return the synchronizer that saw it settled.
+
+    Raises:
+        StoreLost: the store has not answered for too long.
+    """
+    synchronizer, patience = Synchronizer(run, new_attempt, stamp=time.time), Patience()
     while True:
         try:
             polled = synchronizer.poll(now=time.monotonic())
-        except StoreUnavailable:
-            sleep(1.0)
+        except StoreUnavailable as exc:
+            limit, draw = run.config.pipeline.store_patience_seconds, random.random()
+            sleep(patience.refused(exc, now=time.monotonic(), limit_seconds=limit, draw=draw))
             continue
+        patience.answered(now=time.monotonic())
         if polled.is_settled:
             return synchronizer
         if polled.is_superseded:  # another one is at it: look again from what it has made

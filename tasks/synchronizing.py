@@ -5,10 +5,12 @@ Knows the loop and its monotonic clock; must not know who started it.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from islands.patience import Patience
 from islands.types import StoreUnavailable
 from tasks import records, stopping
 from tasks.merging import Polled, Synchronizer
@@ -16,7 +18,6 @@ from tasks.ringing import Bell
 from tasks.runs import Run, refreshed
 
 SHORTEST_LINGER_SECONDS = 10.0
-_LONGEST_PAUSE_SECONDS = 10.0
 # A look at the store costs some milliseconds; between two of them a contribution waits.
 _SHORTEST_POLL_SECONDS = 0.03
 _LONGEST_POLL_SECONDS = 1.0
@@ -51,10 +52,13 @@ def synchronize(
         run: the open run.
         synchronizer: of this process.
         on_merges: told of versions just published; must not block.
-        say: told of an outage of the store.
+        say: told of an outage of the store, once, and of its end.
         is_stopped: asked between two looks.
+
+    Raises:
+        StoreLost: the store has not answered for too long.
     """
-    last_work, looked_for_stop, pause = time.monotonic(), 0.0, 0.5
+    last_work, looked_for_stop, patience = time.monotonic(), 0.0, Patience()
     while not is_stopped():
         now = time.monotonic()
         try:
@@ -65,12 +69,15 @@ def synchronize(
                 synchronizer.steer(refreshed(synchronizer.run))
             polled = synchronizer.poll(now=now)
             merged = _merged(run, polled)
-            pause = 0.5
         except StoreUnavailable as exc:
-            say(f"the store: {exc}; again in {pause:g} s")
+            limit = synchronizer.run.config.pipeline.store_patience_seconds
+            pause = patience.refused(exc, now=now, limit_seconds=limit, draw=random.random())
+            if complaint := patience.complaint(exc):
+                say(complaint)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             continue
+        if news := patience.answered(now=now):
+            say(news)
         if merged:
             last_work = now
             on_merges(merged)

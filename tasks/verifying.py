@@ -393,7 +393,7 @@ def _check_inventory(evidence: Evidence) -> None:
         elif evidence.digests.get(name, digest) != digest:
             evidence.found.note(name, "is not what the finished run lists")
     for name in evidence.bodies:
-        # A second `train` may enlist while the first one ends the run: it has touched nothing else.
-        may_be_late = name == names.FINISHED or name.startswith("trainers/")
+        # A request, or a second `train` that enlists, may race the end: either changes nothing any more.
+        may_be_late = name == names.FINISHED or name.startswith(("changes/", "stops/", "trainers/"))
         if inventory and name not in inventory and not may_be_late:
             evidence.found.note(name, "was added after the run had finished")

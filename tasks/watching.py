@@ -7,6 +7,7 @@ and goes into this task's log; a worker's death, or an exception there, becomes 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from prefect.exceptions import TerminationSignal
 
 from infra.clusters import Call, Cluster
 from infra.events import emit_quorum
+from islands.patience import Patience
 from islands.types import DamagedObject, IslandsError, StoreUnavailable
 from tasks import segments, stopping
 from tasks.records import new_attempt
@@ -41,6 +43,7 @@ class Doorman:
         self.run = run
         self._bell = Bell(run)
         self._rung = ""
+        self._patience = Patience()
 
     def look(self, log: Log) -> None:
         """Ring if a call is due; a store that does not answer is looked at again next time."""
@@ -48,9 +51,15 @@ class Doorman:
             self.run = refreshed(self.run)
             self._bell.steer(self.run)
             ring = self._bell.look(now=time.monotonic())
-        except (StoreUnavailable, DamagedObject) as exc:
+        except StoreUnavailable as exc:
+            self._patience.refused(exc, now=time.monotonic(), limit_seconds=math.inf, draw=0.0)
+            if complaint := self._patience.complaint(exc):
+                log.warning("looking for a quorum: %s", complaint)
+            return
+        except DamagedObject as exc:
             log.warning("looking for a quorum: %s", exc)
             return
+        self._patience.answered(now=time.monotonic())
         if ring is not None and ring.key != self._rung:
             self._rung = ring.key
             log.info("a quorum waits, and nobody merges it: %s", ring.key)

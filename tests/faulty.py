@@ -56,24 +56,30 @@ class Passing:
 
 
 class Counting(Passing):
-    """Counts operations: `num_operations` of every kind, `counts` by verb."""
+    """Counts operations: `num_operations` of every kind, `counts` by verb; and the names it has listed."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.num_operations = 0
         self.counts: dict[str, int] = {}
+        self.num_listed = 0
 
     def act(self, verb: str, name: str, deed: Deed) -> Any:
         self.num_operations += 1
         self.counts[verb] = self.counts.get(verb, 0) + 1
-        return deed()
+        done = deed()
+        self.num_listed += len(done) if verb == "list" else 0
+        return done
 
 
 class Dying(Passing):
-    """Lets `left` operations through and dies at the next; reads count too. Below zero: it lives."""
+    """Once armed lets `left` operations through and dies at the next; reads count too. Below zero: it lives."""
 
-    def __init__(self, inner: Store, left: int) -> None:
+    def __init__(self, inner: Store, left: int = -1) -> None:
         super().__init__(inner)
+        self.left = left
+
+    def arm(self, left: int) -> None:
         self.left = left
 
     def act(self, verb: str, name: str, deed: Deed) -> Any:
@@ -84,17 +90,24 @@ class Dying(Passing):
 
 
 class Striking(Passing):
-    """Strikes operations of one verb: those numbered `first` to `first + length - 1`, from 0 on.
+    """Once armed strikes operations of one verb, those numbered `first` to `first + length - 1`, from 0 on.
 
-    `num_struck` says how many it has struck: none, and the work was over before.
+    `num_struck` says how many it has struck since: none, and the work was over before.
     """
 
     verb = "create"
 
-    def __init__(self, inner: Store, first: int, length: int = 1) -> None:
+    def __init__(self, inner: Store, first: int = 0, length: int = 0) -> None:
         super().__init__(inner)
+        self.arm(first, length)
+
+    def arm(self, first: int, length: int = 1) -> None:
         self.struck = range(first, first + length)
         self.num_seen = self.num_struck = 0
+
+    def rest(self) -> None:
+        """Strike no more."""
+        self.struck = range(0)
 
     def act(self, verb: str, name: str, deed: Deed) -> Any:
         if verb != self.verb:

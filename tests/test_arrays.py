@@ -275,7 +275,7 @@ class TestDamage:
         manifest = small_payload(store)
         num_reads = len([item for item in manifest.objects if item.name.startswith("delta")])
         for n in range(num_reads):
-            halving = Halving(store, n)
+            halving = Halving(store, n, 1)
             found = ArrayReader(halving, manifest).read("delta")
             assert np.array_equal(found, sample("float32", 20))
             assert halving.num_struck == 1
@@ -413,7 +413,7 @@ class TestWriter:
     ) -> None:
         values = sample("float32", 25)
         for n in range(5):  # the group's, the array's description, three chunks
-            repeating = Repeating(store, n)
+            repeating = Repeating(store, n, 1)
             manifest = write_arrays(repeating, f"p{n}", {"a": values}, chunk_elements=10)
             assert repeating.num_struck == 1
             assert np.array_equal(ArrayReader(store, manifest).read("a"), values)

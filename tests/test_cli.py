@@ -22,6 +22,7 @@ from flows.cli import run_command
 from infra import deployments, services, settings
 from infra.services import Services
 from islands.config import parse_config
+from tasks import creating
 from tasks.reporting import FragmentStatus, IslandStatus, Status
 from tasks.runs import open_run
 
@@ -438,6 +439,11 @@ def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:
         ["track", "nosuchrun", "--uri", "http://127.0.0.1:9"],
         ["stop"],
         ["up", "--evaluate-seconds", "1"],
+        ["chaos", "a"],
+        ["chaos", "a", "--seed", "1", "--plan", "run.toml"],
+        ["chaos", "a", "--seed", "1", "--kinds", "nope"],
+        ["chaos", "a", "--seed", "1", "--every", "0"],
+        ["chaos", "nosuchrun", "--seed", "1"],
     ],
     ids=" ".join,
 )
@@ -624,6 +630,25 @@ def test_a_run_stops_on_request_within_seconds_and_resumes(
 
 
 @pytest.mark.slow
+def test_a_plan_that_breaks_rules_is_told_line_by_line_and_strikes_nothing(desk: Desk) -> None:
+    config = parse_config(desk.config.read_text(encoding="utf-8"), source="run.toml")
+    prepared = creating.prepare_run(config, "first")
+    creating.create_run(prepared, creating.attempts_of(prepared))
+    before = desk.objects()
+    plan = desk.folder / "plan.toml"
+    plan.write_text('[[faults]]\nkind = "kill"\nisland = "nowhere"\nstep = 1', encoding="utf-8")
+    said = desk.on("chaos", "--plan", str(plan))
+    assert said.status == 2
+    assert "plan.toml: faults.0.island must be one of west, east, got nowhere" in said.err
+    said = desk.on("chaos", "--plan", "no/such/file")
+    assert said.status == 2
+    assert "--plan must be a readable UTF-8 file, got 'no/such/file'" in said.err
+    said = desk.on("chaos", "--seed", "1", "--kinds", "cut", "--targets", "train")
+    assert said.status == 2
+    assert "a kind of fault must be able to strike a target, got cut for train" in said.err
+    assert desk.objects() == before
+
+
 def test_a_killed_run_resumes(desk: Desk) -> None:
     process = started(desk)
     process.kill()

@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.runner._deployment_registry import DeploymentRegistry
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
+from prefect.server.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra import automations, deployments, events
@@ -154,6 +156,24 @@ def test_evaluate_runs_on_a_schedule_and_nothing_else_does() -> None:
     assert schedule.schedule.model_dump()["interval"] == timedelta(seconds=300)
 
 
+@pytest.mark.parametrize(
+    "day", [datetime(2026, 3, 28, tzinfo=UTC), datetime(2026, 10, 24, tzinfo=UTC)]
+)
+def test_a_schedule_has_one_run_per_slot_on_the_days_on_which_summer_time_begins_and_ends(
+    day: datetime,
+) -> None:
+    """The interval it is made with, and a daily 02:30 in Berlin, as a person may set on the page."""
+    (ours,) = deployments._deployment("evaluate", {}, 300).schedules
+    assert ours.schedule is not None
+    interval = IntervalSchedule(**ours.schedule.model_dump())
+    slots = asyncio.run(interval.get_dates(600, day))
+    seconds = {(later - earlier).total_seconds() for earlier, later in pairwise(slots)}
+    assert seconds == {300}
+    nightly = CronSchedule(cron="30 2 * * *", timezone="Europe/Berlin")
+    nights = asyncio.run(nightly.get_dates(4, day))
+    assert [night.day - day.day for night in nights] == [0, 1, 2, 3]
+
+
 # --- starting ---
 
 
@@ -224,6 +244,20 @@ def test_a_runs_state_tells_its_kind_its_message_and_whether_it_is_over() -> Non
         assert deployments.state_of(flow_run).is_over
 
 
+def test_failures_are_those_of_tasks_in_flow_runs_with_all_the_tags() -> None:
+    tags = [f"run:{uuid4().hex}", "island:east"]
+    parameters = {"store": "file:///tmp/runs", "run": "r", "island": "east"}
+    flow_run = deployments.start("island", parameters, tags=tags)
+    assert deployments.failures(tags) == []
+    begun = time.time()
+    for number, kind in enumerate(("COMPLETED", "FAILED", "CRASHED")):
+        task_run = {"task_key": "watch", "dynamic_key": str(number), "flow_run_id": flow_run}
+        request("POST", "/task_runs/", {**task_run, "state": {"type": kind}})
+    failed, crashed = deployments.failures(tags)
+    assert begun - 1 < failed <= crashed < time.time() + 1
+    assert deployments.failures([*tags, "other"]) == []
+
+
 def test_a_run_gets_another_name() -> None:
     flow_run = deployments.start("synchronize", {"store": "file:///tmp/runs", "run": "r"})
     deployments.rename(flow_run, "another name")
@@ -239,6 +273,7 @@ VERBS: dict[str, Callable[[], object]] = {
     "start": lambda: deployments.start("train", {}),
     "state_of": lambda: deployments.state_of(str(uuid4())),
     "living_run": lambda: deployments.living_run("island", ["a"]),
+    "failures": lambda: deployments.failures(["a"]),
     "rename": lambda: deployments.rename(str(uuid4()), "x"),
     "newest_run": lambda: deployments.newest_run("island", ["a"]),
     "unfinished_runs": deployments.unfinished_runs,
@@ -289,10 +324,11 @@ def test_a_serve_process_outlives_an_outage_of_prefects(monkeypatch: pytest.Monk
 
     async def nobody() -> None:
         async with PrefectClient(NOBODY) as client:
-            poller = ScheduledRunPoller.__new__(ScheduledRunPoller)
-            poller.stopping, poller._client, poller._prefetch_seconds = False, client, 0.0
-            poller._deployment_registry = DeploymentRegistry()
-            poller._runs_task_group = None
+            rest = "limit_manager resolve_starter runs_task_group storage_objs process_manager state_proposer"
+            rest += " hook_runner cancellation_manager get_attempt_conclusion"
+            parts: dict[str, Any] = dict.fromkeys(rest.split())  # not reached without an answer
+            parts |= {"client": client, "deployment_registry": DeploymentRegistry()}
+            poller = ScheduledRunPoller(query_seconds=1, prefetch_seconds=0, **parts)
             await poller._get_and_submit_flow_runs()
 
     with pytest.raises(httpx.ConnectError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -16,15 +17,27 @@ from typing import Any
 
 import pytest
 
+from infra.store import Store
 from islands import names
 from islands.ledger import record_from_json
-from islands.types import LearnerLost, Refused, StoreUnavailable
-from tasks import adjusting, collecting, creating, evaluating, history, living, records, stopping
+from islands.types import LearnerLost, Refused, StoreLost, StoreUnavailable
+from tasks import (
+    adjusting,
+    collecting,
+    creating,
+    evaluating,
+    history,
+    living,
+    records,
+    segments,
+    stopping,
+)
 from tasks.living import Life
 from tasks.merging import Synchronizer
 from tasks.reporting import status
 from tasks.runs import Run, open_run
 from tests import runs
+from tests.faulty import Deed, Passing
 from tests.test_sending import Weather, created, require_sound, wait_for
 
 NAME = "solo"
@@ -98,6 +111,19 @@ Begin = Callable[..., Life]
 Start = Callable[[Run], Merging]
 
 
+class Refusing(Passing):
+    """Refuses one verb, while told to."""
+
+    def __init__(self, inner: Store, verb: str, *, is_refusing: bool = False) -> None:
+        super().__init__(inner)
+        self.verb, self.is_refusing = verb, is_refusing
+
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        if self.is_refusing and verb == self.verb:
+            raise StoreUnavailable("no room" if verb == "create" else "no answer")
+        return deed()
+
+
 def solo(folder: Path, *assignments: str) -> Run:
     return created(folder, *assignments, text=SOLO)
 
@@ -168,6 +194,27 @@ def require_balance_of_one(run: Run) -> None:
     found = verify(run.store_url, run.run_id)
     assert [problem for problem in found.problems if problem.name != names.FINISHED] == []
     assert all(row.imbalance == 0 for row in found.rows)
+
+
+def test_a_life_whose_clock_jumps_by_a_day_and_back_trains_its_share_and_balances(
+    tmp_path: Path, merging: Start
+) -> None:
+    run = solo(tmp_path, "total_tokens=8_000")
+    synchronizer = merging(run)
+    jumps = itertools.cycle([0.0, 86_400.0, -3_600.0, -86_400.0])
+    life = Life(
+        run,
+        NAME,
+        records.new_attempt,
+        stamp=lambda: time.time() + next(jumps),
+        tell=lambda message: None,
+    )
+    try:
+        assert life.train(60.0).outcome == "left"
+    finally:
+        life.close()
+    synchronizer.finish()
+    require_sound(run)
 
 
 # --- stops ---
@@ -470,6 +517,77 @@ def test_an_outage_stops_no_training_and_loses_nothing(
     require_sound(run)
 
 
+@pytest.mark.parametrize("verb", ["create", "read"])
+def test_a_store_that_is_gone_for_good_ends_a_life_in_one_message(
+    tmp_path: Path, alive: Begin, verb: str
+) -> None:
+    """A full disk answers what is read, and takes nothing: that counts too."""
+    run = solo(tmp_path, LONG, "pipeline.store_patience_seconds=2")
+    store = Refusing(run.store, verb)
+    told: list[Mapping[str, Any]] = []
+    life = alive(replace(run, store=store), told.append)
+    assert life.train(0.5).outcome == "goes on"
+    store.is_refusing = True
+    begun = time.monotonic()
+    with pytest.raises(StoreLost) as caught:
+        life.train(60.0)
+    assert 2.0 <= time.monotonic() - begun < 20.0
+    rule = (
+        r"a store must answer within pipeline.store_patience_seconds \(2\), and has not for \d+ s"
+    )
+    assert re.search(rule + r": no .*; mend it, then `diloco resume` goes on", str(caught.value))
+    complaints = [m["text"] for m in told if "until it answers" in m.get("text", "")]
+    assert 1 <= len(complaints) <= 3  # of pushes, of checkpoints, of fetching: each once
+    life.close()
+    store.is_refusing = False
+    again = alive(run)
+    assert again.train(0.5).outcome == "goes on"
+    assert again.incarnation == 1
+    again.close()
+    require_sound(run)
+
+
+def test_checkpoints_that_cannot_be_written_stop_no_training_and_no_farewell(
+    tmp_path: Path, alive: Begin, merging: Start
+) -> None:
+    run = solo(tmp_path, "total_tokens=40_000", "pipeline.store_patience_seconds=1")
+    merging(run)
+    weather = Weather(run.store)
+    weather.down = ("payloads/checkpoints/",)
+    told: list[Mapping[str, Any]] = []
+    life = alive(replace(run, store=weather), told.append)
+    begun = time.monotonic()
+    stretch = life.train(60.0)
+    assert (stretch.outcome, stretch.trained) == ("left", 40_000)
+    assert time.monotonic() - begun > 1.5  # longer than pushes would be tried
+    assert checkpoints(run) == []
+    assert sum("no answer" in m.get("text", "") for m in told) == 1
+    life.close()
+    require_balance_of_one(run)
+
+
+def test_a_new_incarnation_waits_for_a_store_that_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a full disk nothing is written, so it uses up no restart; a store away for good ends it by name."""
+    run = solo(tmp_path, LONG)
+    store = Refusing(run.store, "create", is_refusing=True)
+    monkeypatch.setattr(segments, "open_run", lambda *where: replace(run, store=store))
+    told: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(segments, "teller", lambda topic: told.append)
+    with pytest.raises(StoreLost, match="no room"):
+        segments.train_segment(replace(segment_of(run), patience_seconds=1.0))
+    timer = threading.Timer(1.0, lambda: setattr(store, "is_refusing", False))
+    timer.start()
+    stretch = segments.train_segment(segment_of(run))
+    timer.join()
+    assert (stretch.outcome, stretch.incarnation) == ("goes on", 0)
+    assert [m["text"] for m in told if "room" in m.get("text", "")] == [
+        "the store: no room; asked until it answers"
+    ] * 2
+    segments._lives.pop((run.store_url, run.run_id, NAME)).close()
+
+
 def test_a_farewell_waits_for_the_store(tmp_path: Path, alive: Begin) -> None:
     run = solo(tmp_path, "total_tokens=2_000")
     weather = Weather(run.store)
@@ -525,7 +643,7 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 def segment_of(run: Run, seconds: float = 0.2) -> Any:
     from tasks.segments import Segment
 
-    return Segment(run.store_url, run.run_id, NAME, seconds)
+    return Segment(run.store_url, run.run_id, NAME, seconds, patience_seconds=60.0)
 
 
 def test_two_segments_keep_the_learner_warm(tmp_path: Path, train_here: Any) -> None:
@@ -632,13 +750,13 @@ def test_a_link_too_narrow_costs_copies_and_no_step(
 
 
 def test_a_learner_behind_a_narrow_link_is_waited_for_until_its_last_work_is_pushed(
-    tmp_path: Path, alive: Begin, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alive: Begin
 ) -> None:
-    """Some 20 kB in chunks of 4 kB, at 5 kB/s: four seconds, with something written in each of them."""
-    monkeypatch.setattr(living, "_PATIENCE_SECONDS", 2.0)
+    """Some 20 kB in chunks of 4 kB, at 5 kB/s: four seconds, longer than a store is asked that does not answer."""
     elsewhere = f'islands.{NAME}.checkpoints="memory://near-{tmp_path.name}"'
     narrow = (f"islands.{NAME}.bandwidth_mbit=0.04", "sync.chunk_bytes=4096", elsewhere)
-    run = solo(tmp_path, "total_tokens=320", "sync.period_steps=10_000", *narrow)
+    patience = "pipeline.store_patience_seconds=2"
+    run = solo(tmp_path, "total_tokens=320", "sync.period_steps=10_000", patience, *narrow)
     life = alive(run)
     begun = time.monotonic()
     assert life.train(60.0).outcome == "left"

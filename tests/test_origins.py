@@ -197,6 +197,22 @@ def test_a_file_and_a_run_say_under_which_configuration_they_were_trained(
     assert open_origin(str(file), "").config is None
 
 
+def test_an_origin_whose_momentum_is_damaged_leaves_nothing_under_the_new_name(
+    tmp_path: Path, old: Run
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(old.store_url.removeprefix("file://"), copied)
+    chunks = list(copied.glob("old/payloads/versions/**/momentum/c/0"))
+    for chunk in chunks:
+        data = bytearray(chunk.read_bytes())
+        data[0] ^= 1
+        chunk.write_bytes(data)
+    assert chunks
+    with pytest.raises(ConfigError, match="crc32c"):
+        forked(tmp_path, "old", store=copied.as_uri())
+    assert not (tmp_path / "runs").exists()
+
+
 def shorter(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values[:-1]
 

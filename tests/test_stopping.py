@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from islands import names
-from tasks import creating, records, stopping
+from tasks import adjusting, creating, records, stopping
 from tasks.runs import Run
 from tasks.verifying import verify
 from tests import runs
+from tests.faulty import Deed, Passing
 
 ISLANDS = ("east", "north", "west")
 
@@ -136,6 +139,26 @@ def test_of_a_finished_run_nothing_is_asked_and_it_stays_sound(tmp_path: Path) -
     finished = runs.train(runs.tiny_config(tmp_path))
     ask(finished, None)
     assert records.numbers_in(finished.store, stopping.FOLDER) == []
+    require_sound(finished)
+
+
+class Unfinished(Passing):
+    """The run as it was before its end."""
+
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        return None if (verb, name) == ("read", names.FINISHED) else deed()
+
+
+@pytest.mark.parametrize("verb", ["ask", "adjust"])
+def test_a_request_that_races_the_end_of_a_run_is_harmless(tmp_path: Path, verb: str) -> None:
+    """It looked before the end was written, and writes after the end has listed all there is."""
+    finished = runs.train(runs.tiny_config(tmp_path))
+    late = replace(finished, store=Unfinished(finished.store))
+    if verb == "ask":
+        stopping.ask(late, is_stop=True, reason="test", mark="late")
+    else:
+        adjusting.adjust(late, ["inner.weight_decay=0.03"])
+    assert records.numbers_in(finished.store, "stops" if verb == "ask" else "changes") == [0]
     require_sound(finished)
 
 

@@ -20,6 +20,7 @@ from infra.deployments import RunState
 from infra.services import Services
 from islands import names
 from islands.sections import PipelineConfig
+from islands.types import StoreLost, StoreUnavailable
 from tasks import history, joining, records, stopping, supervising, trainers
 from tasks.clockwork import Kind
 from tasks.local import Driver
@@ -27,6 +28,7 @@ from tasks.ringing import RING_SECONDS, Ring
 from tasks.runs import Run
 from tasks.supervising import Post, Supervisor
 from tests import runs
+from tests.faulty import Deed, Passing
 
 pytest_plugins = ["tests.prefect_server"]
 
@@ -164,6 +166,51 @@ def progress(driver: Driver, island: str) -> None:
 
 
 @pytest.mark.slow
+class Silent(Passing):
+    """Answers no more."""
+
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        raise StoreUnavailable("no answer")
+
+
+def test_islands_that_lost_the_store_wait_for_one_another_and_when_all_have_the_run_fails(
+    run: Run,
+) -> None:
+    """A full disk answers the supervisor and no learner: it must not write them all off, nor start them for ever."""
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    lost = "Flow run encountered an exception: StoreLost: a store must answer"
+    end(first["east"], StateType.FAILED, lost)
+    assert ticked(supervisor) == first  # not started again at once
+    end(first["north"], StateType.FAILED, lost)
+    assert ticked(supervisor) == first
+    end(first["west"], StateType.FAILED, lost)
+    with pytest.raises(StoreLost, match=r"no island reaches the store: .*a store must answer"):
+        supervisor.tick()
+    assert records.departed(run.store) == frozenset()
+
+
+def look_again_and_again(supervisor: Supervisor) -> None:
+    while supervisor.outlook() == "goes on":
+        supervisor.tick()
+        time.sleep(0.1)
+
+
+def test_a_store_that_answers_nobody_fails_the_run_after_its_patience_and_is_told_of_once(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run.config.model_copy(update={"pipeline": PipelineConfig(store_patience_seconds=1)})
+    silent = replace(run, config=config, store=Silent(run.store))
+    supervisor = Supervisor(silent, LOG)
+    begun = time.monotonic()
+    with pytest.raises(StoreLost, match=r"within pipeline.store_patience_seconds \(1\)"):
+        look_again_and_again(supervisor)
+    assert 1.0 <= time.monotonic() - begun < 10.0
+    assert [r.message for r in caplog.records if "no answer" in r.message] == [
+        "the store: no answer; asked until it answers"
+    ]
+
+
 def test_a_cancelled_island_stays_away_while_others_train(run: Run) -> None:
     supervisor = Supervisor(run, LOG)
     first = ticked(supervisor)
@@ -287,7 +334,7 @@ def test_a_synchronizer_is_started_where_the_islands_rings_go_unanswered(
     for now in (RING_SECONDS, RING_SECONDS + 1):
         supervisor._watch_quorum(now)
         assert [parameters["ring"] for parameters in synchronizers(run)] == ["r-m0-n0-k1"]
-    supervisor._watch_quorum(2 * RING_SECONDS)
+    supervisor._watch_quorum(3 * RING_SECONDS)
     assert len(synchronizers(run)) == 2
 
 

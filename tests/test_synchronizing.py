@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import pytest
 
 from infra.store import Store
 from islands import names
-from islands.types import StoreUnavailable
+from islands.types import StoreLost, StoreUnavailable
 from tasks import history, records, stopping, synchronizing
 from tasks.clockwork import Kind
 from tasks.merging import Synchronizer
@@ -22,6 +23,7 @@ from tasks.ringing import Bell
 from tasks.runs import Run
 from tasks.synchronizing import Drain, Merged, is_needed, name_of
 from tests import runs
+from tests.faulty import Deed, Passing
 
 SMALL = ("total_tokens=1_400", "sync.num_fragments=2", "local.checkpoint_steps=7")
 PROMPT = ("sync.grace_fraction=0", "pipeline.linger_periods=0")
@@ -162,6 +164,17 @@ class Outage:
         raise StoreUnavailable("no answer")
 
 
+class Dead(Passing):
+    """Answers nothing any more, once it is dead."""
+
+    is_dead = False
+
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        if self.is_dead:
+            raise StoreUnavailable("no answer")
+        return deed()
+
+
 def abandoned(folder: Path) -> tuple[Run, Outage]:
     """Return a run that all have left with work pending, over a store that fails on request."""
     run = waiting(folder)
@@ -179,15 +192,30 @@ def test_it_outlives_an_outage_and_says_so(tmp_path: Path, nth: int) -> None:
     store.failing_listing = nth
     heard = work(run, Heard())
     assert (heard.ending, store.num_refused) == ("settled", 1)
-    assert heard.said == ["the store: no answer; again in 0.5 s"]
+    assert heard.said[0] == "the store: no answer; asked until it answers"
+    assert re.fullmatch(r"the store answers again, after 0\.[2-9] s", heard.said[1])
+    assert len(heard.said) == 2
     assert store.published
+
+
+def test_it_gives_up_a_store_that_never_answers_and_says_so_once(tmp_path: Path) -> None:
+    run = waiting(tmp_path, "pipeline.store_patience_seconds=2")
+    store = Dead(run.store)
+    synchronizer = Synchronizer(replace(run, store=store), new_attempt, stamp=time.time)
+    store.is_dead = True
+    heard = Heard()
+    begun = time.monotonic()
+    with pytest.raises(StoreLost, match=r"within pipeline.store_patience_seconds \(2\).*no answer"):
+        work(replace(run, store=store), heard, synchronizer)
+    assert 2.0 <= time.monotonic() - begun < 10.0
+    assert heard.said == ["the store: no answer; asked until it answers"]
 
 
 def test_it_outlives_an_outage_right_after_it_has_published(tmp_path: Path) -> None:
     run, store = abandoned(tmp_path)
     store.is_failing_after_publication = True
     heard = work(run, Heard())
-    assert (heard.ending, store.num_refused, len(heard.said)) == ("settled", 1, 1)
+    assert (heard.ending, store.num_refused, len(heard.said)) == ("settled", 1, 2)
     assert sum(heads(run).values()) == len(store.published) > 0
 
 
