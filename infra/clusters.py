@@ -75,7 +75,7 @@ class ClusterSpec:
     `name`: of the island, for people. `threads`: that a learner computes on. A scheduler at an address has settings of
     its own: with `distributed.scheduler.allowed-failures` above 0 it repeats a call whose worker died, in silence.
     Of a cluster of our own alone: `spares`, worker processes that wait for the death of the one at work; `memory_mb`,
-    what a worker may use before it is ended; `preload`, a module that every worker imports at its start.
+    what a worker may use before it is ended; `preload`, "module.function", what every worker calls at its start.
     """
 
     name: str
@@ -277,8 +277,13 @@ class _Shielded(WorkerPlugin):
         os.nice(_NICENESS)
         if self._preload:
             # In a thread of its own: the worker answers meanwhile.
-            load = partial(importlib.import_module, self._preload)
+            load = partial(_call, self._preload)
             threading.Thread(target=load, name="diloco-preload", daemon=True).start()
+
+
+def _call(path: str) -> None:
+    module, _, function = path.rpartition(".")
+    getattr(importlib.import_module(module), function)()
 
 
 def _take_notice(worker: Worker) -> None:

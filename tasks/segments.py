@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 Key = tuple[str, str, str]
 _lives: dict[Key, Life] = {}
 _turns: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
-# What a worker imports before the first order comes: torch takes seconds.
-PRELOAD = "tasks.living"
+_warming = threading.Lock()
+# What a worker does before the first order comes: it takes seconds.
+PRELOAD = "tasks.segments.warm_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,17 @@ class Stretch:
     seconds: float
     loss: float
     idle_share: float
+
+
+def warm_up() -> None:
+    """Load into this process what a learner needs before its first step; who comes second waits for the first.
+
+    torch, that is, and some 800 modules more when the first optimizer is made.
+    """
+    with _warming:
+        from tasks import building, living  # noqa: F401  the rest of what a learner is made of
+
+        building.load_optimizer()
 
 
 def train_segment(segment: Segment) -> Stretch:
@@ -101,6 +113,7 @@ def _begin(segment: Segment) -> Life | Stretch:
 
     A disk that is full lets nobody register: without waiting, an island would use up its restarts within a minute.
     """
+    warm_up()
     from tasks.living import Life, ended
 
     tell, patience = teller(segment.topic), Patience()

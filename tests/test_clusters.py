@@ -205,10 +205,14 @@ def test_a_restarted_worker_is_shielded_and_has_its_threads_too(own: Cluster) ->
 
 @pytest.fixture(scope="module")
 def spared() -> Iterator[Cluster]:
-    spec = ClusterSpec("west", spares=1, memory_mb=600, preload="wave")
+    spec = ClusterSpec("west", spares=1, memory_mb=600, preload="tests.test_clusters.load_wave")
     with open_cluster(spec, TOPIC) as cluster:
         cluster._client.wait_for_workers(2, timeout=60)
         yield cluster
+
+
+def load_wave() -> None:
+    import wave as wave
 
 
 def has_loaded(module: str) -> bool:
