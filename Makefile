@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install demo test quality lint clean
+.PHONY: help install demo test chaos quality lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -31,6 +31,9 @@ demo: install ## Train the example run on four islands, lose one and take it bac
 # Two at a time, file by file in the order of their names: the tests of real services mostly wait.
 test: install ## Run the test suite
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+chaos: install ## Run every fault of the matrix on real processes, and print its table
+	$(BIN)/python -m pytest -q -m chaos tests/test_chaos.py
 
 lint: install ## Format check and lint
 	$(BIN)/ruff format --check .

@@ -43,7 +43,7 @@ def chaos(
         targets: Whom it may strike. `serve` can only be struck from outside, by `diloco chaos`.
     """
     opened = require_unfinished(open_run(store, run))
-    islands, log = [island.name for island in opened.config.islands], get_run_logger()
+    islands, log = [island.name for island in opened.config.members], get_run_logger()
     if faults:
         plan = checked(Plan(faults), islands, source="faults")
     else:

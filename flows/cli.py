@@ -92,14 +92,17 @@ def status(
     json: Json = False,
 ) -> int:
     """Show a run's islands and fragments."""
+    from tasks.health import Doctor
     from tasks.reporting import status as status_of
+    from tasks.runs import refreshed
 
     if watch and json:
         raise ConfigError("--json prints one document, got --watch too; leave one of them out")
-    url = store_url(store)
+    opened = open_named(run, store)
+    doctor = Doctor(opened)
 
     def look() -> Status:
-        return status_of(open_named(run, url))
+        return status_of(refreshed(opened), doctor=doctor)
 
     if json:
         screen.show_json(asdict(look()))
@@ -233,6 +236,8 @@ for command in (
     cli_running.stop,
     cli_steering.adjust,
     cli_steering.quarantine,
+    cli_steering.join,
+    cli_steering.leave,
     cli_chaos.chaos,
 ):
     app.command(command)

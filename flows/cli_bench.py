@@ -34,7 +34,8 @@ def bench(
         Parameter(
             help="quality: loss against data-parallel training (long); codecs: loss by number format; "
             "overhead: what exchanging costs a learner; peer: the same beside torchft; store: a payload's speed and "
-            "size; merge: time and memory; latency: of a merge, warm and cold; start: start-up times."
+            "size; merge: time and memory; latency: of a merge, warm and cold; start: start-up times; "
+            "chaos: goodput under deaths."
         ),
     ],
     /,
@@ -48,7 +49,7 @@ def bench(
     tokens: Annotated[
         int | None,
         Parameter(
-            help="Tokens per run (quality, codecs); default: the benchmark's own.",
+            help="Tokens per run (quality, codecs, chaos); default: the benchmark's own.",
             validator=Number(gte=1),
         ),
     ] = None,

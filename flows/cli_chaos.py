@@ -54,13 +54,13 @@ def chaos(
     from tasks.runs import require_unfinished
 
     with following.stopping("ending the plan; whoever stands still goes on") as is_stopped:
-        opened = require_unfinished(open_named(run, store))
-        islands = [island.name for island in opened.config.islands]
         if (plan is None) == (seed is None):
             what = "neither" if plan is None else "both"
             raise ConfigError(
                 f"chaos must be told --plan FILE or --seed N, one of them, got {what}; give one"
             )
+        opened = require_unfinished(open_named(run, store))
+        islands = [island.name for island in opened.config.members]
         if plan is not None:
             planned = plan_from_toml(_read(plan), islands, source=str(plan))
         else:

@@ -238,7 +238,7 @@ def _base(origin: Origin | None) -> RunConfig | None:
     """Return the origin's configuration, to be changed; where it lay is its own affair."""
     if origin is None or origin.config is None:
         return None
-    return origin.config.model_copy(update={"store": RunConfig().store})
+    return origin.config.as_founded().model_copy(update={"store": RunConfig().store})
 
 
 def _train_here(

@@ -1,4 +1,4 @@
-"""The commands that steer a run that is under way: `adjust`, `quarantine`."""
+"""The commands that steer a run that is under way: `adjust`, `quarantine`, `join`, `leave`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def adjust(run: RunName, /, *, set_: Set = (), store: StoreUrl = None, json: Jso
     return _show(run, adjusting.adjust(open_named(run, store), set_), json=json)
 
 
+Island = Annotated[str, Parameter(help="Name of the island.")]
+
+
 def quarantine(
     run: RunName,
-    island: Annotated[str, Parameter(help="Name of the island.")],
+    island: Island,
     /,
     *,
     release: Annotated[
@@ -39,6 +42,37 @@ def quarantine(
 
     adjusted = adjusting.quarantine(open_named(run, store), island, is_released=release)
     return _show(run, adjusted, json=json)
+
+
+def join(
+    run: RunName,
+    island: Island,
+    /,
+    *,
+    set_: Annotated[
+        tuple[str, ...],
+        Parameter(
+            "--set",
+            negative="",
+            consume_multiple=1,
+            show_default=False,
+            help="Settings of the island, such as region=ap-south batch_size=4.",
+        ),
+    ] = (),
+    store: StoreUrl = None,
+    json: Json = False,
+) -> int:
+    """Let a new island, or a spare of the run, take part in what is left to train; `train` starts it."""
+    from tasks import joining
+
+    return _show(run, joining.join(open_named(run, store), island, set_), json=json)
+
+
+def leave(run: RunName, island: Island, /, *, store: StoreUrl = None, json: Json = False) -> int:
+    """Let an island leave with all it has trained; the others, or a spare, train the rest of its share."""
+    from tasks import joining
+
+    return _show(run, joining.leave(open_named(run, store), island), json=json)
 
 
 def _show(run: str, adjusted: Adjusted, *, json: bool) -> int:

@@ -15,6 +15,7 @@ from infra.deployments import RunState
 from islands.config import RunConfig
 from islands.types import IslandsError, ServiceUnavailable
 from tasks import reporting, reviving, supervising, trainers
+from tasks.health import Doctor
 from tasks.reporting import Status
 from tasks.runs import Run, open_run
 
@@ -57,11 +58,12 @@ def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunS
     Where another flow run takes over, that one is followed. Asked to stop, it asks the run to, and waits for that.
     """
     stop_by: float | None = None
-    run, seen, heir = None, None, _Heir(started)
+    run, seen, doctor, heir = None, None, None, _Heir(started)
     while True:
         run = run or _find(started)
         if run is not None:
-            seen = _look(run, seen)
+            doctor = doctor or Doctor(run)
+            seen = _look(run, seen, doctor)
             if seen is not None:
                 look(seen)
             if is_stopped() and stop_by is None:
@@ -123,9 +125,9 @@ def _find(started: Started) -> Run | None:
         return None  # not there yet, or the store does not answer for a moment
 
 
-def _look(run: Run, before: Status | None) -> Status | None:
+def _look(run: Run, before: Status | None, doctor: Doctor) -> Status | None:
     try:
-        return reporting.status(run, before)
+        return reporting.status(run, before, doctor)
     except IslandsError:
         return before  # its creation is under way, or the store does not answer for a moment
 

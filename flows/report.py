@@ -67,6 +67,7 @@ def render(seen: Status, timeline: Timeline, found: Verification, configuration:
         staleness_note=_staleness_note(timeline),
         staleness=draw_staleness(timeline),
         shares=_shares(seen, timeline),
+        health=_health(seen),
         motion="" if seen.is_finished else _LIVE,
         ledger=_ledger(found),
         refusals=_refusals(timeline),
@@ -160,6 +161,26 @@ def _staleness_note(timeline: Timeline) -> str:
 
 
 # --- tables ---
+
+
+def _health(seen: Status) -> str:
+    num_islands = (
+        f"{seen.live} live, {seen.contributing} contributing, {seen.quorum} needed for a merge"
+    )
+    line = f'<p class="note">Islands: {num_islands}.</p>'
+    if not seen.findings:
+        return line + '<p class="verdict"><span class="good">nothing found</span></p>'
+    rows = [
+        [
+            escape(one.kind),
+            escape(one.island or "all"),
+            f"{one.value:.3g} {escape(one.meaning)}",
+            escape(one.remedy),
+            f"{one.threshold:.3g}",
+        ]
+        for one in seen.findings
+    ]
+    return line + _table(("finding", "island", "what", "remedy", "limit"), rows, num_words=4)
 
 
 def _shares(seen: Status, timeline: Timeline) -> str:

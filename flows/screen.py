@@ -102,6 +102,7 @@ class FlowFollower:
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._incarnations: dict[str, int] = {}
+        self._warned: set[str] = set()
 
     def __call__(self, status: Status) -> None:
         """Take in the run as it stands."""
@@ -112,6 +113,10 @@ class FlowFollower:
                     f"  {island.name} is back as incarnation {island.incarnation}, at step {island.step:,}"
                 )
             self._incarnations[island.name] = island.incarnation
+        for finding in status.findings:
+            if finding.key not in self._warned:
+                say(f"  warning: {finding.text}")
+                self._warned.add(finding.key)
         num_merges = sum(fragment.version for fragment in status.fragments)
         note = f"{num_merges} merges, merged share {status.merged_share:.2f}"
         self._advance(min(status.trained, status.total_tokens), note)
@@ -191,6 +196,9 @@ def show_status(status: Status) -> None:
         f"run {status.run_id}: {state}, {status.trained:,} of {status.total_tokens:,} tokens trained, "
         f"merged share {status.merged_share:.3f}{f', from {status.origin}' if status.origin else ''}"
     )
+    say(
+        f"islands: {status.live} live, {status.contributing} contributing, {status.quorum} needed for a merge"
+    )
     OUT.print()
     numbers = (
         "life",
@@ -238,6 +246,10 @@ def show_status(status: Status) -> None:
         ],
     )
     _show_traffic(status)
+    if status.findings:
+        OUT.print()
+    for finding in status.findings:
+        say(f"warning: {finding.text}")
 
 
 def _show_traffic(status: Status) -> None:

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +23,6 @@ from typing import Any, Generic, TypeVar
 
 import dask
 from distributed import Client, Future, LocalCluster, get_worker, wait
-from distributed.client import FutureCancelledError
 from distributed.comm.core import connect
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -103,7 +103,7 @@ class Call(Generic[Result]):
 
     def is_done(self, seconds: float) -> bool:
         """Wait at most so long, and say whether it has ended, well or not."""
-        with contextlib.suppress(TimeoutError, FutureCancelledError):
+        with contextlib.suppress(TimeoutError, CancelledError):
             wait(self._future, timeout=seconds)
         return bool(self._future.done())
 
@@ -117,10 +117,13 @@ class Call(Generic[Result]):
             result: Result = self._future.result()
         except KilledWorker as exc:
             raise LearnerLost(self._how_it_died(_last_worker(exc))) from exc
-        except (FutureCancelledError, OSError) as exc:
+        except (CancelledError, OSError) as exc:
             if self._future.status == "error":
                 raise  # the function's own
-            raise LearnerLost(f"the scheduler lost the call ({type(exc).__name__}: {exc})") from exc
+            reason = str(exc).partition("\n")[0]
+            raise LearnerLost(
+                f"the scheduler lost the call ({type(exc).__name__}: {reason})"
+            ) from exc
         self.place = tuple(self._client.who_has([self._future]).get(self._future.key, ()))
         # Of a result that somebody still holds Dask would repeat the whole call, should the worker that has it die.
         self._future.release()
@@ -206,12 +209,20 @@ def open_cluster(spec: ClusterSpec, topic: str) -> Iterator[Cluster]:
                     Client(spec.address, security=security, timeout=_CONNECT_SECONDS)
                 )
         except (OSError, TimeoutError, RuntimeError, ValueError, TypeError) as exc:
-            where = spec.address or "a cluster of its own"
-            raise ClusterUnavailable(
-                f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {where}: {exc}; "
-                "check that the scheduler runs there and the certificates fit"
-            ) from exc
+            raise _unavailable(spec, exc) from exc
         yield Cluster(client, topic)
+
+
+def _unavailable(spec: ClusterSpec, exc: Exception) -> ClusterUnavailable:
+    if spec.address is None:
+        return ClusterUnavailable(
+            f"island {spec.name}: a cluster of its own must start, got: {exc}; see what is logged above. A script that "
+            'starts one must be a file, and do so below `if __name__ == "__main__":`, for its workers import it'
+        )
+    return ClusterUnavailable(
+        f"island {spec.name}: its cluster must answer within {_CONNECT_SECONDS} s, got {spec.address}: {exc}; "
+        "check that the scheduler runs there and the certificates fit"
+    )
 
 
 def _greet(address: str, security: Security | None) -> None:

@@ -28,6 +28,9 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
@@ -47,6 +50,7 @@ FLOWS = ("train", "island", "synchronize", "evaluate", "benchmark", "chaos")
 MOST_RUNS = 32
 _LIVING = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING)
 _UNFINISHED = (*_LIVING, StateType.CANCELLING, StateType.PAUSED)
+_FAILED = (StateType.FAILED, StateType.CRASHED)
 _REFUSED = (409, 422)
 _MOST_READ = 50
 _log = logging.getLogger("prefect.diloco")  # where a serve process shows warnings
@@ -318,6 +322,25 @@ def _flow_name(flow: UUID) -> str:
             return str(client.read_flow(flow).name)
         except _VENDOR_ERRORS as exc:
             raise _unanswered(exc) from exc
+
+
+def failures(tags: Sequence[str]) -> list[float]:
+    """Return when task runs failed in flow runs with all these tags: seconds since 1970, in order.
+
+    Raises:
+        ServiceUnavailable: Prefect did not answer.
+    """
+    with _client() as client:
+        try:
+            found = client.read_task_runs(
+                flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[*tags])),
+                task_run_filter=TaskRunFilter(
+                    state=TaskRunFilterState(type=TaskRunFilterStateType(any_=[*_FAILED]))
+                ),
+            )
+        except _VENDOR_ERRORS as exc:
+            raise _unanswered(exc) from exc
+    return sorted(run.state.timestamp.timestamp() for run in found if run.state is not None)
 
 
 def are_served() -> bool:

@@ -39,6 +39,7 @@ SERVERS = ("prefect", "mlflow")
 LASTING = ("stop", "slow", "cut", "fill", "blackhole")
 LONGEST_SECONDS = 86_400.0
 LARGEST_FACTOR = 1_000.0
+MOST_FAULTS = 10_000
 # A random plan's lasting faults take this part of the time between two faults, and slow down by this much.
 _PARTS = (0.25, 0.75)
 _FACTORS = (2.0, 6.0)
@@ -193,10 +194,10 @@ def random_plan(
             f"a kind of fault must be able to strike a target, got {', '.join(kinds) or 'no kind'} for "
             f"{', '.join(targets) or 'no target'}; cut, fill and corrupt strike a learner, blackhole prefect or mlflow"
         )
-    if not 0 < every_seconds <= seconds <= LONGEST_SECONDS:
+    if not (0 < every_seconds <= seconds <= min(LONGEST_SECONDS, MOST_FAULTS * every_seconds)):
         raise ConfigError(
-            f"the time between two faults must be > 0 and <= the plan's, that <= {LONGEST_SECONDS:g} s, got one every "
-            f"{every_seconds:g} s of {seconds:g} s; lengthen the plan"
+            f"a random plan must hold 1 to {MOST_FAULTS:,} faults in at most {LONGEST_SECONDS:g} s, got one every "
+            f"{every_seconds:g} s of {seconds:g} s; change one of the two"
         )
     generator = random.Random(seed)
     faults = []

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
+from islands.limits import HealthConfig
 from islands.overrides import (
     assign,
     describe,
@@ -24,6 +25,7 @@ from islands.overrides import (
     to_json,
 )
 from islands.rules import broken_rules
+from islands.schedule import own_share
 from islands.sections import (
     LARGEST_INTEGER,
     DataConfig,
@@ -68,6 +70,9 @@ class RunConfig(Section):
     inner: InnerConfig = Field(default=InnerConfig(), description="The inner optimizer.")
     outer: OuterConfig = Field(default=OuterConfig(), description="The outer optimizer.")
     sync: SyncConfig = Field(default=SyncConfig(), description="Synchronization.")
+    health: HealthConfig = Field(
+        default=HealthConfig(), description="Limits of a healthy run; beyond them `status` warns."
+    )
     local: LocalConfig = Field(default=LocalConfig(), description="The local driver.")
     pipeline: PipelineConfig = Field(
         default=PipelineConfig(), description="Islands on clusters, run by flows."
@@ -81,16 +86,33 @@ class RunConfig(Section):
     )
 
     @property
+    def members(self) -> tuple[IslandConfig, ...]:
+        """The islands that take part, those that have left included; not the spares."""
+        return tuple(island for island in self.islands if not island.spare)
+
+    @property
     def quorum(self) -> int:
         """Learners a merge needs: all where they wait, else min_learners or half of the islands rounded up."""
         if self.sync.blocks:
-            return len(self.islands)
-        return self.sync.min_learners or (len(self.islands) + 1) // 2
+            return len(self.members)
+        return self.sync.min_learners or (len(self.members) + 1) // 2
 
     @property
     def rates(self) -> dict[str, float]:
         """Tokens of each island beside the others': by speed and batch; where all wait, all take as many steps."""
         return {i.name: (1.0 if self.sync.blocks else i.speed) * i.batch_size for i in self.islands}
+
+    def share_of(self, name: str) -> int:
+        """Return the tokens a member trains."""
+        bound = {i.name: i.tokens for i in self.members if i.tokens is not None}
+        rates = {i.name: self.rates[i.name] for i in self.members}
+        return own_share(self.total_tokens, rates, name, bound)
+
+    def as_founded(self) -> RunConfig:
+        """Return the configuration of a new run: all that this one lists, with shards and shares as at a beginning."""
+        plain = {"tokens": None, "joined_at": 0.0}
+        islands = tuple(island.model_copy(update=plain) for island in self.islands)
+        return self.model_copy(update={"islands": islands})
 
     @model_validator(mode="after")
     def _hold_cross_field_rules(self) -> Self:

@@ -144,7 +144,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """A merged contribution as its version remembers it: enough to check it, and to replay the merge."""
+    """A merged contribution as its version remembers it: enough to check it, and to replay the merge.
+
+    `cosine`: of its delta to the others of this merge, see `islands/merging.py`; None where none is to be had.
+    """
 
     name: str
     digest: str
@@ -159,6 +162,7 @@ class Consumed:
     norm: float
     step_seconds: float
     telemetry: Telemetry = Telemetry()
+    cosine: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +298,10 @@ def _is_count(value: float) -> bool:
 def consume(
     offer: Contribution, digest: str, head_version: int, weighting: Weighting = "quality"
 ) -> Consumed:
-    """Return what a version made on `head_version` remembers of a contribution whose header has this digest."""
+    """Return what a version made on `head_version` remembers of a contribution whose header has this digest.
+
+    Its cosine is known only when all are folded.
+    """
     return Consumed(
         name=offer.name,
         digest=digest,

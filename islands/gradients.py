@@ -69,7 +69,7 @@ class GradientLearner(Learner):
     ) -> None:
         """Start the next incarnation from the heads: no checkpoint holds a gradient, so nothing open is kept."""
         if state is not None:
-            self._load(state)  # the model's buffers; its parameters are the heads'
+            self.load(state)  # the model's buffers; its parameters are the heads'
         super().come_back(None, last, heads, incarnation=incarnation)
 
 

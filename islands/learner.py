@@ -172,7 +172,7 @@ class Learner:
     # --- beginning ---
 
     def begin(self, bases: Sequence[Base], *, incarnation: int) -> None:
-        """Start from published versions alone: no moments, nothing trained."""
+        """Start from published versions alone: nothing trained, and no moments but those it has."""
         self.position = Position(incarnation, 0)
         self._clocks = [
             FragmentClock(base.version, base.digest, self.position, self._first_push(p))
@@ -184,7 +184,7 @@ class Learner:
 
     def restore(self, state: LearnerState, anchors: Sequence[Vector]) -> None:
         """Go on exactly where `state` was taken; `anchors` are the bases its clocks name."""
-        self._load(state)
+        self.load(state)
         record = state.record
         self.position, self.trained, self.cursor = record.position, record.trained, record.cursor
         self._clocks = list(state.record.clocks)
@@ -206,7 +206,7 @@ class Learner:
         been merged is seen again.
         """
         if state is not None:
-            self._load(state)
+            self.load(state)
         self.position = Position(incarnation, last.position.step)
         self.trained, self.cursor = last.trained, last.cursor
         self._clocks = []
@@ -356,7 +356,7 @@ class Learner:
             steps.append(int(state["step"]) if "step" in state else 0)
         return kept(gather(layout, first)), kept(gather(layout, second)), tuple(steps)
 
-    def _load(self, state: LearnerState) -> None:
+    def load(self, state: LearnerState) -> None:
         """Fill parameters, buffers and moments. State is made, not filled in: a fresh optimizer has no slots yet."""
         for name, buffer in persistent_buffers(self.model).items():
             buffer.copy_(torch.from_numpy(state.buffers[name].copy()))

@@ -22,6 +22,8 @@ BLOCK = 2**15
 DEGENERATE_NORM = 1e-12
 # Of any float32 vector but zero. A share over less than that may be infinite, and infinity times zero is NaN.
 SMALLEST_NORM = 2.0**-149
+# Elements of a fragment by which directions are compared: a cosine is then off by some 1/64, whatever the size.
+MOST_SAMPLED = 2**12
 
 
 def token_weight(num_tokens: int, num_steps: int) -> float:
@@ -136,10 +138,12 @@ class Folded:
     """A merged delta and what the fold saw on the way.
 
     `delta`: (elements,) float32. `norms[i][t]`: learner i's norm of tensor t, recomputed from what was read.
+    `cosines[i]`: see `cosines`.
     """
 
     delta: Vector
     norms: tuple[tuple[float, ...], ...]
+    cosines: tuple[float | None, ...]
 
 
 def fold(
@@ -173,7 +177,8 @@ def fold(
         _direction_scales(layout, portion, row)
         for portion, row in zip(portions, norms, strict=True)
     ]
-    delta, lengths, squares = _accumulate(layout, read, scales, chunk_elements)
+    sample = Sample(len(portions), layout.size)
+    delta, lengths, squares = _accumulate(layout, sample.watch(read), scales, chunk_elements)
     degenerate = set()
     for t, spec in enumerate(layout.tensors):
         if spec.merge == "mean":
@@ -189,7 +194,64 @@ def fold(
         for t in degenerate:
             spec = layout.tensors[t]
             delta[spec.offset : spec.stop] = plain[spec.offset : spec.stop]
-    return Folded(delta, tuple(tuple(map(math.sqrt, row)) for row in squares))
+    seen = tuple(tuple(map(math.sqrt, row)) for row in squares)
+    return Folded(delta, seen, cosines(sample.rows, portions))
+
+
+class Sample:
+    """Some elements of every learner's delta, the same ones of each, taken while the deltas are read.
+
+    `rows`: (learners, at most `MOST_SAMPLED`) float32. The stride is odd: rows of a matrix are often a power of two
+    long, and an even one would meet the same columns over and over.
+    """
+
+    def __init__(self, num_learners: int, size: int) -> None:
+        self._stride = -(-size // MOST_SAMPLED) | 1
+        self.rows = np.zeros((num_learners, -(-size // self._stride)), dtype=np.float32)
+
+    def watch(self, read: Callable[[int, int, int], Vector]) -> Callable[[int, int, int], Vector]:
+        """Return `read`, with its values taken note of."""
+
+        def read_and_note(i: int, start: int, stop: int) -> Vector:
+            values = read(i, start, stop)
+            first, last = -(-start // self._stride), -(-stop // self._stride)
+            self.rows[i, first:last] = values[first * self._stride - start :: self._stride]
+            return values
+
+        return read_and_note
+
+
+def cosines(rows: Vector, portions: Sequence[float]) -> tuple[float | None, ...]:
+    """Return each learner's cosine to the merged delta of the others: their weighted mean direction.
+
+    Its own part is left out: with it in, the one that points elsewhere would still show 1/sqrt(M) among M. None where
+    there is nothing to compare: nobody else, no direction of its own, or others that cancel.
+
+    Args:
+        rows: (learners, elements) float32.
+        portions: the learners' shares of the weight.
+    """
+    lengths = [math.sqrt(sum_of_squares(row)) for row in rows]
+    # One that is not finite is thrown out by its norms; until then it must spoil nothing.
+    scales = [
+        portion / length if SMALLEST_NORM <= length < math.inf else 0.0
+        for portion, length in zip(portions, lengths, strict=True)
+    ]
+    total = np.zeros(rows.shape[1], dtype=np.float64)
+    for scale, row in zip(scales, rows, strict=True):
+        if scale:
+            total += scale * row.astype(np.float64)
+    found: list[float | None] = []
+    for scale, length, row in zip(scales, lengths, rows, strict=True):
+        own = row.astype(np.float64)
+        rest = total - scale * own if scale else total
+        reach = math.sqrt(float(np.add.reduce(np.square(rest))))
+        if not scale or reach < DEGENERATE_NORM:
+            found.append(None)
+            continue
+        cosine = float(np.add.reduce(rest * own)) / (reach * length)
+        found.append(max(-1.0, min(1.0, cosine)))
+    return tuple(found)
 
 
 def spans(size: int, chunk_elements: int) -> Iterator[tuple[int, int]]:

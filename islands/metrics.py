@@ -28,6 +28,8 @@ Keys:
                   sync/share_of_merges (its weight over all weights of the version), sync/refused (contributions of it
                   refused in this version), comm/bytes_up, comm/bytes_down (over all its incarnations so far),
                   comm/replaced_copies, comm/replaced_tokens (dropped unsent, over all fragments, so far)
+    of the last 12 versions of a fragment (`islands/vitals.py`): run health/participation, health/lost_share; an island
+                  health/staleness, health/weight_share, health/cosine, health/norm_ratio
 
 What is unknown (a loss of 0, a step time of 0, bytes of 0) makes no point.
 """
@@ -163,7 +165,7 @@ def samples_of(commit: Commit, heads: Sequence[Commit]) -> Iterator[Sample]:
             loss=_bits(entry),
             staleness=entry.staleness,
             share=_ratio(own, sum(head.merged_tokens for head in after)),
-            pushed_at=_pushed_at(commit, entry),
+            pushed_at=pushed_at(commit, entry),
             merged_at=commit.at,
         )
 
@@ -237,7 +239,7 @@ def _run_points(
     if known:
         total = math.fsum(num_tokens * loss for num_tokens, loss in known)
         values["run/train_loss"] = total / sum(num_tokens for num_tokens, _ in known)
-    yield from _points(RUN, values, _step(step), _time(commit.at, 0.0))
+    yield from points_at(RUN, values, step, commit.at)
 
 
 def _synchronizer_points(
@@ -256,7 +258,7 @@ def _synchronizer_points(
         values[f"sync/refused_{reason}"] = float(count)
     if before.version > 0:  # version 0 was made with the run, not by a merge
         values["sync/merge_interval_seconds"] = commit.at - before.at
-    yield from _points(SYNCHRONIZER, values, _step(step), _time(commit.at, 0.0))
+    yield from points_at(SYNCHRONIZER, values, step, commit.at)
 
 
 def _island_points(
@@ -278,9 +280,7 @@ def _island_points(
         values["train/loss"] = loss
     if entry.step_seconds > 0:
         values["train/tokens_per_second"] = entry.num_tokens / entry.num_steps / entry.step_seconds
-    yield from _points(
-        island_part(entry.learner), values, _step(trained), _pushed_at(commit, entry)
-    )
+    yield from points_at(island_part(entry.learner), values, trained, pushed_at(commit, entry))
 
 
 def _refusals(commit: Commit, tokens_per_step: Mapping[str, float]) -> Iterator[Point]:
@@ -290,17 +290,17 @@ def _refusals(commit: Commit, tokens_per_step: Mapping[str, float]) -> Iterator[
         counts[verdict.learner] = counts.get(verdict.learner, 0) + 1
     for learner, count in counts.items():
         reached = commit.tallies.get(learner, Tally()).consumed_to.step
-        step = _step(int(reached * tokens_per_step.get(learner, 0.0)))
-        yield from _points(
-            island_part(learner), {"sync/refused": float(count)}, step, _time(commit.at, 0.0)
-        )
+        step = int(reached * tokens_per_step.get(learner, 0.0))
+        yield from points_at(island_part(learner), {"sync/refused": float(count)}, step, commit.at)
 
 
-def _points(run: str, values: Mapping[str, float], step: int, at: float) -> Iterator[Point]:
-    """Yield a point for each value that is a number: one that is none says nothing, and would stop a tracker."""
-    return (
-        Point(run, key, value, step, at) for key, value in values.items() if math.isfinite(value)
-    )
+def points_at(run: str, values: Mapping[str, float], step: int, at: float) -> Iterator[Point]:
+    """Yield a point for each value that is a number: one that is none says nothing, and would stop a tracker.
+
+    A step or a time that is none is brought into range: a learner may write anything.
+    """
+    where = max(0, min(step, LARGEST_STEP)), _time(at, 0.0)
+    return (Point(run, key, value, *where) for key, value in values.items() if math.isfinite(value))
 
 
 def _bits(entry: Consumed) -> float:
@@ -308,16 +308,13 @@ def _bits(entry: Consumed) -> float:
     return entry.telemetry.loss * BITS_PER_NAT
 
 
-def _pushed_at(commit: Commit, entry: Consumed) -> float:
+def pushed_at(commit: Commit, entry: Consumed) -> float:
+    """Return when a contribution was made; where that is no time, when it was merged."""
     return _time(entry.telemetry.at, _time(commit.at, 0.0))
 
 
 def _time(at: float, otherwise: float) -> float:
     return at if 0 < at < LATEST_STAMP else otherwise
-
-
-def _step(num_tokens: int) -> int:
-    return max(0, min(num_tokens, LARGEST_STEP))
 
 
 def _ratio(part: float, whole: float) -> float:

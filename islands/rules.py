@@ -52,9 +52,12 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
                 f"local.faults.{index}.island must name an island ({', '.join(names)}), "
                 f"got {shown(fault.island)}; correct the name or remove the fault"
             )
-    if sync.min_learners is not None and sync.min_learners > len(names):
+    members = [island.name for island in config.members]
+    if not members:
+        yield "islands must have one that is no spare, got spares alone; set spare = false on one"
+    if members and sync.min_learners is not None and sync.min_learners > len(members):
         yield (
-            f"sync.min_learners must be <= the number of islands ({len(names)}), got {sync.min_learners}; "
+            f"sync.min_learners must be <= the number of islands ({len(members)}), got {sync.min_learners}; "
             "lower it or add islands"
         )
     if sync.period_steps < sync.num_fragments:
@@ -64,9 +67,14 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
         )
     for island in config.islands:
         yield from _broken_cluster_rules(f"islands.{island.name}.cluster", island.cluster)
-    yield from _broken_blocking_rules(sync, num_islands=len(names))
+    yield from _broken_blocking_rules(sync, num_islands=len(members))
     yield from _broken_fixed_values(config)
-    yield from _broken_quarantine_rules(config.quarantine, names, sync.min_learners or 1)
+    if sync.blocks and len(members) < len(names):
+        yield (
+            f"islands.{next(i.name for i in config.islands if i.spare)}.spare must be false where learners wait for "
+            f"one another (sync.algorithm {sync.algorithm}), got true; remove that island, or choose decoupled"
+        )
+    yield from _broken_quarantine_rules(config.quarantine, members, sync.min_learners or 1)
     if config.quarantine and sync.blocks:
         yield (
             f"quarantine must be empty where learners wait for one another (sync.algorithm {sync.algorithm}), "

@@ -271,13 +271,10 @@ class ClusterConfig(Section):
         default=0,
         ge=0,
         le=64,
-        description='Further worker processes, idle and warm, for when the one at work dies; only with kind "local".',
+        description="Further workers, idle and warm, for when one dies; local.",
     )
     memory_mb: int | None = Field(
-        default=None,
-        ge=64,
-        le=16_777_216,
-        description='Mebibytes above which a worker process is ended; absent: no limit; only with kind "local".',
+        default=None, ge=64, le=2**24, description="Mebibytes above which a worker is ended; local."
     )
 
 
@@ -317,6 +314,18 @@ class IslandConfig(Section):
         gt=0,
         le=100,
         description="Expected speed beside the others: if decoupled, its share of the tokens; and the local clock.",
+    )
+    tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=LARGEST_INTEGER,
+        description="Tokens it trains; absent: its part, by speed and batch, of what those leave that have a number.",
+    )
+    joined_at: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the run that was trained when it joined."
+    )
+    spare: bool = Field(
+        default=False, description="Whether it waits until another leaves with its share untrained."
     )
     start_steps: float = Field(
         default=0.0, ge=0, le=1_000_000, description="Base steps after which the island starts."

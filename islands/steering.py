@@ -40,12 +40,16 @@ ACTS: Mapping[str, str] = {
     "sync.overlap_steps": ON_RESUME,
     "sync.error_feedback": NEXT_INCARNATION,
     "sync.chunk_bytes": NEXT_INCARNATION,  # of pushes; of versions at once
+    "health.*": AT_ONCE,
     "pipeline.*": AT_ONCE,
     "local.*": ON_RESUME,
     "islands.*.region": AT_ONCE,
     "islands.*.speed": AT_ONCE,  # the shares; what it means to the local driver, on resume
     "islands.*.bandwidth_mbit": AT_ONCE,
     "islands.*.batch_size": NEXT_INCARNATION,  # its part in the shares at once
+    "islands.*.tokens": AT_ONCE,
+    "islands.*.joined_at": AT_ONCE,
+    "islands.*.spare": AT_ONCE,
     "islands.*.device": NEXT_INCARNATION,
     "islands.*": ON_RESUME,  # clusters and stores are opened once; delays are the local driver's
 }
@@ -69,12 +73,20 @@ class Change:
 
 def changes_between(old: RunConfig, new: RunConfig) -> tuple[Change, ...]:
     """Return what differs between two configurations of one run, in the order of its settings."""
-    before, after = dict(_flat(_tree(old))), dict(_flat(_tree(new)))
+    known = {island.name for island in old.islands}
+    fresh = {f"islands.{island.name}": island for island in new.islands if island.name not in known}
+    shared = tuple(island for island in new.islands if island.name in known)
+    before = dict(_flat(_tree(old)))
+    after = dict(_flat(_tree(new.model_copy(update={"islands": shared}))))
+    joined = [
+        Change(key, None, island.model_dump(mode="json", exclude_defaults=True), AT_ONCE)
+        for key, island in fresh.items()
+    ]
     return tuple(
         Change(key, before.get(key), after.get(key), when_it_acts(key))
         for key in {**before, **after}
         if before.get(key) != after.get(key)
-    )
+    ) + tuple(joined)
 
 
 def when_it_acts(key: str) -> str:

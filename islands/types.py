@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from islands.parsing import parse
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Lower case only: two ids that differ by case alone are one folder on some disks. Both ends alphanumeric keeps out
 # hidden files and options.
 PLAIN_NAME_PATTERN = r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?"

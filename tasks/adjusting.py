@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from islands import steering
 from islands.config import RunConfig, config_from_json, parse_config, to_toml
+from islands.overrides import shown
 from islands.steering import Change
 from islands.types import ConfigError
 from tasks import records, stopping
@@ -49,9 +50,10 @@ def adjust(run: Run, assignments: Sequence[str]) -> Adjusted:
             )
         if not is_local:
             _require_free_pace(config, changed)
+        _require_members(run, config, changed)
         return changed
 
-    return _record(run, derive, is_local=is_local)
+    return record(run, derive, is_local=is_local)
 
 
 def quarantine(run: Run, island: str, *, is_released: bool) -> Adjusted:
@@ -71,14 +73,31 @@ def quarantine(run: Run, island: str, *, is_released: bool) -> Adjusted:
         raise ConfigError(
             f"an island must be one of the run's ({', '.join(names)}), got {island!r}; correct the name"
         )
-    return _record(run, derive, is_local=was_local(run))
+    return record(run, derive, is_local=was_local(run))
 
 
-def _record(run: Run, derive: Callable[[RunConfig], RunConfig], *, is_local: bool) -> Adjusted:
-    changes = steering.changes_between(*record_change(run, derive))
+def record(
+    run: Run,
+    derive: Callable[[RunConfig], RunConfig],
+    *,
+    is_local: bool,
+    may_grow: bool = False,
+) -> Adjusted:
+    """Record a change of the run's settings, and return what it changes and when that acts."""
+    changes = steering.changes_between(*record_change(run, derive, may_grow=may_grow))
     if is_local or stopping.is_asked(run):
         changes = tuple(replace(change, acts=RESUMED) for change in changes)
     return Adjusted(changes, tuple(sorted(records.departed(run.store))))
+
+
+def _require_members(run: Run, config: RunConfig, changed: RunConfig) -> None:
+    """Refuse what changes who takes part: that needs more than one setting."""
+    for change in steering.changes_between(config, changed):
+        if change.key.endswith((".spare", ".joined_at")):
+            raise ConfigError(
+                f"{change.key} must stay ({shown(change.before)}), got {shown(change.after)}; "
+                f"`diloco join {run.run_id} ISLAND` starts a spare, `diloco leave` ends an island"
+            )
 
 
 def _require_free_pace(config: RunConfig, changed: RunConfig) -> None:

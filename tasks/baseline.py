@@ -17,6 +17,7 @@ from islands.model import build_model
 from islands.scoring import bits_per_byte
 from tasks.building import assemble, model_shape
 from tasks.creating import lay_out_model
+from tasks.stepping import schedule_of
 
 
 def train_data_parallel(
@@ -31,7 +32,9 @@ def train_data_parallel(
     """
     model = build_model(model_shape(config), config.seed)
     layouts = lay_out_model(model, config)
-    learner = assemble(config, "joined", model, layouts, total_tokens=config.total_tokens)
+    learner = assemble(
+        config, "joined", model, layouts, schedule=schedule_of(config, config.total_tokens)
+    )
     parameters = trainable(model)
     learner.begin([Base(0, "", flatten(layout, parameters)) for layout in layouts], incarnation=0)
     context = config.model.context

@@ -18,7 +18,9 @@ from infra.tracking import FINISHED, git_commit, open_tracker
 from tasks.figures import Measured, Order, scalars
 
 EXPERIMENT = "benchmarks"
-Name = Literal["quality", "codecs", "overhead", "peer", "store", "merge", "latency", "start"]
+Name = Literal[
+    "quality", "codecs", "overhead", "peer", "store", "merge", "latency", "start", "chaos"
+]
 MODULES: Mapping[Name, str] = {
     "quality": "tasks.quality",
     "codecs": "tasks.codec_gaps",
@@ -28,6 +30,7 @@ MODULES: Mapping[Name, str] = {
     "merge": "tasks.merge_costs",
     "latency": "tasks.answer_times",
     "start": "tasks.start_times",
+    "chaos": "tasks.goodput",
 }
 assert set(MODULES) == set(get_args(Name)), "a name without a module, or the other way round"
 

@@ -14,6 +14,7 @@ from islands.landing import sent
 from islands.learner import Learner, adamw
 from islands.model import ModelShape, build_model
 from islands.model import loss as model_loss
+from islands.schedule import Schedule
 from islands.sections import InnerConfig
 from islands.types import ConfigError, FragmentLayout
 from tasks.runs import Run
@@ -47,19 +48,23 @@ def build_learner(run: Run, name: str) -> Learner:
     """Return an island's learner with the run's initial model; it has not begun."""
     device = run.island(name).device
     model = build_model(model_shape(run.config), run.config.seed).to(device)
-    total_tokens = run.own_tokens(name)
+    schedule = schedule_for(run, name)
     if run.config.sync.sends_gradients:
-        schedule = schedule_of(run.config, total_tokens)
         loss = _loss_of(model, device, run.config.inner)
         return GradientLearner(name, model, loss, layouts=run.layouts, schedule=schedule)
-    return assemble(run.config, name, model, run.layouts, total_tokens=total_tokens, device=device)
+    return assemble(run.config, name, model, run.layouts, schedule=schedule, device=device)
+
+
+def schedule_for(run: Run, name: str) -> Schedule:
+    """Return an island's learning-rate schedule over its own share."""
+    return schedule_of(run.config, run.own_tokens(name), begins_at=run.island(name).joined_at)
 
 
 def retune(learner: Learner, run: Run) -> None:
     """Let a learner go on under the run's settings, its AdamW included, from its next step on."""
     inner = run.config.inner
     learner.retune(
-        schedule=schedule_of(run.config, run.own_tokens(learner.name)),
+        schedule=schedule_for(run, learner.name),
         clip_norm=inner.clip_norm,
         period_steps=run.config.sync.period_steps,
     )
@@ -75,7 +80,7 @@ def assemble(
     model: nn.Module,
     layouts: tuple[FragmentLayout, ...],
     *,
-    total_tokens: int,
+    schedule: Schedule,
     device: str = "cpu",
 ) -> Learner:
     """Return a learner over `model` with the configured optimizer; batches are numpy arrays (batch, context + 1).
@@ -94,7 +99,7 @@ def assemble(
         ),
         _loss_of(model, device, inner),
         layouts=layouts,
-        schedule=schedule_of(config, total_tokens),
+        schedule=schedule,
         clip_norm=inner.clip_norm,
         period_steps=config.sync.period_steps,
     )

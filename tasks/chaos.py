@@ -8,6 +8,7 @@ never does.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ class Chaos:
     num_struck: int = 0
     is_over: bool = False
     _merged_tokens: int = 0
+    _trouble: str = ""
     _begun_at: float = field(default_factory=time.monotonic)
     _holds: list[tuple[Hold, frozenset[int]]] = field(default_factory=list)
     _spoils: list[Spoil] = field(default_factory=list)
@@ -66,9 +68,7 @@ class Chaos:
             self.is_over = self.is_over or _is_over(self.run)
             if self.is_over:
                 return
-            while self._unwritten:
-                _record(self.run, self._unwritten[0])
-                del self._unwritten[0]
+            self._write()
             self._spoils = [spoil for spoil in self._spoils if not spoil.is_settled(self.run)]
             due = self._due()
             self._merged_tokens = _merged_tokens(self.run) if due else self._merged_tokens
@@ -77,8 +77,11 @@ class Chaos:
                     self.waiting.remove(fault)
                     self.num_struck += 1
                     self.say(told)
+            self._trouble = ""
         except (StoreUnavailable, DamagedObject) as exc:
-            self.say(f"{exc}; again")
+            if self._trouble != str(exc):
+                self._trouble = str(exc)
+                self.say(f"{exc}; again")
 
     def close(self) -> None:
         """Let everybody go on."""
@@ -144,8 +147,17 @@ class Chaos:
 
     def _note(self, fault: Fault, told: str) -> str:
         strike = self._struck(fault, told)
-        self._unwritten.append(strike)  # it has happened, whether or not the store answers now
+        self._unwritten.append(strike)
+        with contextlib.suppress(
+            StoreUnavailable
+        ):  # it has happened, whether or not the store answers now
+            self._write()
         return strike.told
+
+    def _write(self) -> None:
+        while self._unwritten:
+            _record(self.run, self._unwritten[0])
+            del self._unwritten[0]
 
     def _struck(self, fault: Fault, told: str, spoiled: str | None = None) -> Strike:
         whose = f"{fault.island}'s " if fault.target in chaos.OF_AN_ISLAND else ""
@@ -199,7 +211,7 @@ def _record(run: Run, strike: Strike) -> None:
 
 def _is_over(run: Run) -> bool:
     """Say whether the end has come or is about to, and may be listing what there is."""
-    islands = {island.name for island in run.config.islands}
+    islands = {island.name for island in run.config.members}
     return run.store.read(names.FINISHED) is not None or islands <= records.departed(run.store)
 
 

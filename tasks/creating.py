@@ -31,7 +31,7 @@ from tasks.building import model_shape, require_devices
 from tasks.origins import Origin, gather, load_tensors, reopen_origin, require_match
 from tasks.publishing import publish_first
 from tasks.records import NewAttempt
-from tasks.runs import HELD_OUT, Run, open_run, require_plain, route
+from tasks.runs import HELD_OUT, SHARD, Run, open_run, require_plain, route
 
 # Parameters and momentum of a fragment's version 0; None for zero momentum.
 First = Callable[[FragmentLayout], tuple[Vector, Vector | None]]
@@ -119,7 +119,7 @@ def create_run(prepared: Prepared, new_attempt: NewAttempt) -> Run:
     first = _of_model(prepared.model)
     if prepared.origin is not None:
         first = _of_origin(prepared.origin, config)
-    arrays = {f"shard-{name}": values for name, values in prepared.split.shards.items()}
+    arrays = {f"{SHARD}{name}": values for name, values in prepared.split.shards.items()}
     arrays[HELD_OUT] = prepared.split.held_out
     folder = names.payload_folder(names.RUN, new_attempt())
     payload = write_arrays(store, folder, arrays, chunk_elements=config.sync.chunk_bytes // 4)

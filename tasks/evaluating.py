@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infra.export import write_safetensors
 from islands import names
 from islands.bigram import bigram_bits_per_byte
@@ -20,7 +18,7 @@ from islands.versions import Snapshot
 from tasks import records
 from tasks.building import model_shape
 from tasks.collecting import SUITE
-from tasks.runs import Run, read_held_out, read_shard
+from tasks.runs import Run, read_all_shards, read_held_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def evaluate(run: Run, number: int | None = None, *, closes: bool = False) -> Sc
         "bigram": bigram_of(run),
         "num_bytes": min(config.data.eval_bytes, held_out.size),
     }
-    islands = {island.name for island in run.config.islands}
+    islands = {island.name for island in run.config.members}
     has_ended = islands <= records.departed(run.store)
     if run.store.read(names.FINISHED) is None and (closes or not has_ended):
         try:
@@ -77,11 +75,8 @@ def evaluate_if_merged(run: Run, *, closes: bool = False) -> Score | None:
 
 def bigram_of(run: Run) -> float:
     """Return the bits per byte of a byte bigram counted on all shards, on the bytes an evaluation scores."""
-    shards = [read_shard(run, island.name) for island in run.config.islands]
     held_out = read_held_out(run)[: run.config.data.eval_bytes]
-    return bigram_bits_per_byte(
-        torch.cat([torch.from_numpy(shard) for shard in shards]).numpy(), held_out
-    )
+    return bigram_bits_per_byte(read_all_shards(run), held_out)
 
 
 def pick_snapshot(run: Run, number: int | None) -> tuple[Snapshot, str]:

@@ -22,12 +22,11 @@ from islands.contributions import Contribution, Lineage, Tally, Telemetry, judge
 from islands.feedback import Feedback, Outstanding, after_merge, after_push, compensated
 from islands.fragments import layout_digest, pseudo_gradient
 from islands.landing import landed
-from islands.learner import Base, Copy, Learner, LearnerState
+from islands.learner import Base, Copy, LearnerState
 from islands.ledger import LearnerRecord, record_from_json
 from islands.merging import Vector, tensor_norms
-from islands.types import DamagedObject, Position, Refused, manifest_from_json
-from tasks import history, records
-from tasks.history import Past
+from islands.types import Position, Refused, manifest_from_json
+from tasks import records
 from tasks.records import NewAttempt, Stamp
 from tasks.runs import Run
 
@@ -281,31 +280,6 @@ def merged_marks(
             yield found[0].tallies.get(learner, Tally()).consumed_to
 
 
-def take_up(run: Run, learner: Learner, past: Past, heads: Sequence[Base]) -> tuple[Feedback, ...]:
-    """Begin a fresh learner's incarnation, from the heads and what its predecessors left; return what coding owes."""
-    if past.last is None:
-        learner.begin(heads, incarnation=past.incarnation)
-        return (Feedback(),) * len(run.layouts)
-    saved = newest_checkpoint(run, learner.name, past.last)
-    state = None if saved is None else saved.state
-    learner.come_back(state, past.last, heads, incarnation=past.incarnation)
-    return _owed_at_return(run, learner.name, saved, heads)
-
-
-def _owed_at_return(
-    run: Run, learner: str, saved: Saved | None, heads: Sequence[Base]
-) -> tuple[Feedback, ...]:
-    """Return what a checkpoint says is owed, after what was merged since."""
-    if saved is None:
-        return (Feedback(),) * len(run.layouts)
-    owed = list(saved.feedback)
-    for p, head in enumerate(heads):
-        base = saved.state.record.clocks[p].base_version
-        for mark in merged_marks(run, learner, p, after=base, upto=head.version):
-            owed[p] = after_merge(owed[p], mark)
-    return tuple(owed)
-
-
 def fetch_heads(run: Run) -> list[Base]:
     """Return the newest version of every fragment."""
     bases = []
@@ -313,21 +287,6 @@ def fetch_heads(run: Run) -> list[Base]:
         commit, digest = records.find_head(run.store, layout.index)
         bases.append(Base(commit.version, digest, records.read_public(run.store, commit)))
     return bases
-
-
-def newest_checkpoint(run: Run, learner: str, last: LearnerRecord) -> Saved | None:
-    """Return the newest whole checkpoint up to a learner's last link; damaged ones are passed over.
-
-    A predecessor that does not know yet that it is superseded may write a later one: that is no part of the past.
-    """
-    for name in history.checkpoints(run, learner):
-        try:
-            saved = read_checkpoint(run, name)
-        except DamagedObject:
-            continue
-        if records.progress(saved.state.record) <= records.progress(last):
-            return saved
-    return None
 
 
 def read_checkpoint(run: Run, name: str) -> Saved:

@@ -100,6 +100,12 @@ def checkpoints(run: Run, learner: str) -> list[str]:
     ]
 
 
+def saved_tokens(run: Run, learner: str) -> list[tuple[str, int]]:
+    """Return the names of a learner's checkpoints whose records are whole, with the tokens it had trained by each."""
+    links = [(name, _healthy_link(run, learner, name)) for name in checkpoints(run, learner)]
+    return [(name, link[0].trained) for name, link in links if link is not None]
+
+
 def last_link(run: Run, learner: str) -> LearnerRecord | None:
     """Return a learner's newest account, its farewell included."""
     farewell = _healthy_link(run, learner, names.left(learner))

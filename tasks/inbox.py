@@ -20,7 +20,7 @@ from islands.retention import is_too_old
 from islands.types import DamagedObject, FragmentLayout
 from islands.versions import Commit
 from tasks import records
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 
 # While the rate warms up, deltas grow tenfold within a few versions; a median means something after these.
 VERSIONS_WITHOUT_NORM_LIMIT = 8
@@ -49,11 +49,17 @@ class Roster:
         self._run = run
         self._listed: dict[tuple[str, int], frozenset[str]] = {}
 
+    def steer(self, run: Run) -> None:
+        """Go on with the islands of this run, the same one opened later."""
+        self._run = run
+
     def members(self) -> Members:
         """Return the run's islands as the store has them now."""
         store = self._run.store
-        islands = {island.name for island in self._run.config.islands}
         newest, departed = records.look_at_learners(store)
+        if newest.keys() - self._islands():  # perhaps it joined, and the settings at hand are older
+            self._run = refreshed(self._run)
+        islands = self._islands()
         incarnations = {name: n for name, n in newest.items() if name in islands}
         listed: set[str] = set()
         for learner, number in incarnations.items():
@@ -65,6 +71,9 @@ class Roster:
                 )
             listed |= self._listed[learner, number]
         return Members(incarnations, frozenset(listed), departed)
+
+    def _islands(self) -> set[str]:
+        return {island.name for island in self._run.config.members}
 
 
 def open_views(run: Run) -> list[View]:
@@ -300,7 +309,7 @@ class View:
         train: it ends with its own share, and the run with it.
         """
         away = members.departed | set(self._run.config.quarantine)
-        return [island.name for island in self._run.config.islands if island.name not in away]
+        return [island.name for island in self._run.config.members if island.name not in away]
 
     def _advance(self, commit: Commit, digest: str, *, opened_at: float | None) -> None:
         self.head, self.opened_at = commit, opened_at

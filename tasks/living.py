@@ -24,7 +24,7 @@ from islands.ledger import LearnerRecord
 from islands.patience import Patience
 from islands.steering import changes_between
 from islands.types import Refused, StoreUnavailable
-from tasks import building, exchanging, history, pacing, records
+from tasks import building, exchanging, history, pacing, records, returning
 from tasks.enduring import Endured
 from tasks.exchanging import Exchange
 from tasks.receiving import Arrived, Receiver, newest_version
@@ -68,7 +68,7 @@ class Life:
             known = [clock.base_version for clock in past.last.clocks]
         near = replace(run, store=link)
         heads = [newest_version(near, p, version) for p, version in enumerate(known)]
-        owed = exchanging.take_up(run, self._learner, past, [head.base for head in heads])
+        owed = returning.take_up(run, self._learner, past, [head.base for head in heads])
         self.incarnation = past.incarnation
         self._share = run.own_tokens(name)
         pacing.begin(self._learner, run.config.sync)

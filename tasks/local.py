@@ -28,7 +28,7 @@ from islands.data import batch_at
 from islands.fragments import own_period
 from islands.learner import Learner
 from islands.types import EmptyQuorum, Refused, VersionTaken
-from tasks import exchanging, history, pacing
+from tasks import exchanging, history, pacing, returning
 from tasks.clockwork import Beat, Event, Kind, Seat, Watch
 from tasks.collecting import collect, finish
 from tasks.exchanging import Exchange
@@ -67,10 +67,10 @@ class Driver:
         self.is_finished = False
         self.watch = watch
         self.evaluate = evaluate
-        self.trained: dict[str, int] = {island.name: 0 for island in run.config.islands}
+        self.trained: dict[str, int] = {island.name: 0 for island in run.config.members}
         self.seats = {
             island.name: Seat(island, partial(build, island.name), read_shard(run, island.name))
-            for island in run.config.islands
+            for island in run.config.members
         }
         self.reopen_synchronizer()
 
@@ -85,7 +85,7 @@ class Driver:
 
     def start(self) -> None:
         """Fill the queue for a run that has not begun."""
-        for island in self.run.config.islands:
+        for island in self.run.config.members:
             self.schedule(island.start_steps, Kind.RETURN, island.name)
         self.schedule(float(self.run.config.local.checkpoint_steps), Kind.SAVE)
 
@@ -279,7 +279,7 @@ class Driver:
         link = exchanging.link_of(self.run, name, past.last)
         heads = exchanging.fetch_heads(replace(self.run, store=link))
         learner = seat.build()
-        owed = exchanging.take_up(self.run, learner, past, heads)
+        owed = returning.take_up(self.run, learner, past, heads)
         seat.learner, seat.status = learner, "training"
         seat.exchange = Exchange(
             self.run,

@@ -8,7 +8,7 @@ two of it: a version is one create-only commit.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -78,6 +78,7 @@ class Synchronizer:
             return
         for view in self._views:
             view.steer(run)
+        self._roster.steer(run)
         self.run = run
 
     def poll(self, *, now: float) -> Polled:
@@ -90,7 +91,7 @@ class Synchronizer:
         # Read before the inboxes: whoever has left by now has written all its contributions before that.
         has_all_left = all(
             self.run.store.read(names.left(island.name)) is not None
-            for island in self.run.config.islands
+            for island in self.run.config.members
         )
         published: list[tuple[int, int]] = []
         waits = [math.inf]
@@ -202,14 +203,16 @@ class Synchronizer:
         ]
         weights, chunk = [entry.weight for entry in consumed], self.run.chunk_of(view.layout)
         try:
-            delta = fold_contributions(self.run.store, view.layout, offers, weights, chunk)
+            folded = fold_contributions(self.run.store, view.layout, offers, weights, chunk)
         except DamagedObject as exc:
             # The round starts again without it: perhaps there is no quorum any more.
             view.note_damage(exc.name)
             if len(offers) == 1:
                 self._advise(view, view.refusals(lineage))
             return False
-        commit = self._commit(view, consumed, view.refusals(lineage), delta)
+        pairs = zip(consumed, folded.cosines, strict=True)
+        compared = [replace(entry, cosine=cosine) for entry, cosine in pairs]
+        commit = self._commit(view, compared, view.refusals(lineage), folded.delta)
         try:
             digest = records.write(
                 self.run.store, names.version(commit.fragment, commit.version), commit.to_json()

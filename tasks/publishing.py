@@ -25,7 +25,7 @@ from islands.codecs import (
     wire_codec,
 )
 from islands.contributions import Contribution, Tally
-from islands.merging import BLOCK, Vector, fold, nesterov_step, spans
+from islands.merging import BLOCK, Folded, Vector, fold, nesterov_step, spans
 from islands.types import DamagedObject, FragmentLayout, Manifest
 from islands.versions import Commit
 from tasks import records
@@ -119,7 +119,7 @@ def fold_contributions(
     offers: Sequence[Contribution],
     weights: Sequence[float],
     chunk_elements: int,
-) -> Vector:
+) -> Folded:
     """Return the merged delta of contributions ordered by learner name.
 
     Raises:
@@ -151,7 +151,7 @@ def fold_contributions(
                 raise DamagedObject(
                     offer.name, f"{spec.name} has norm {found!r}, announced {announced!r}"
                 )
-    return folded.delta
+    return folded
 
 
 def step_chunks(

@@ -71,8 +71,15 @@ def _again(
             raise DamagedObject(entry.name, "is missing")
         offers.append(offer[0])
     weights = [entry.weight for entry in commit.consumed]
-    delta = fold_contributions(run.store, layout, offers, weights, run.chunk_of(layout))
-    yield from next_chunks(run, layout, parent, delta, step=step_taken(commit), codec=commit.codec)
+    folded = fold_contributions(run.store, layout, offers, weights, run.chunk_of(layout))
+    for entry, cosine in zip(commit.consumed, folded.cosines, strict=True):
+        if entry.cosine != cosine:
+            raise DamagedObject(
+                names.version(layout.index, commit.version),
+                f"says that {entry.learner}'s cosine is {entry.cosine}, it is {cosine}",
+            )
+    step = step_taken(commit)
+    yield from next_chunks(run, layout, parent, folded.delta, step=step, codec=commit.codec)
 
 
 def _compare(run: Run, layout: FragmentLayout, commit: Commit, pieces: Iterator[Stepped]) -> None:

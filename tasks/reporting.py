@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from islands import names
+from islands import metrics, names
 from islands.contributions import Tally
+from islands.health import Finding
 from islands.ledger import LearnerRecord
 from islands.traffic import per_merged_token
 from islands.types import IslandsError
 from islands.versions import Commit
 from tasks import records
+from tasks.health import Doctor
 from tasks.history import last_link, last_seen
 from tasks.runs import Run
+
+# Something is written at least once a checkpoint, or a period of the local driver: several without it are a bad sign.
+_ALIVE_SECONDS, _ALIVE_INTERVALS = 60.0, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,7 @@ class IslandStatus:
 
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
     most versions its bases lie behind the heads; `state`: "waiting", "training", "quarantined" (it trains,
-    and does not count) or "left". `tokens_per_second`: while
+    and does not count), "spare" (it waits for another to leave) or "left". `tokens_per_second`: while
     it trains, as last merged, 0 while unknown. `replaced_copies`, `replaced_tokens`: copies dropped unsent for newer
     ones, and their tokens, over all fragments. `bytes_up`, `bytes_down`: payload bytes it has pushed and fetched, over
     all its incarnations. `last_seen`: stamp on the newest thing it wrote, by its own clock:
@@ -68,6 +75,8 @@ class Status:
 
     `origin`: the snapshot or file it began from, empty for a run that began from its seed.
     `bytes_per_merged_token_up`, `…_down`: payload bytes of all islands for each token in the model; None while none is.
+    `live`: islands that train and have written something of late; `contributing`: those in the newest merge of a
+    fragment; `quorum`: how many a merge needs. `findings`: what is wrong with it.
     """
 
     run_id: str
@@ -80,10 +89,16 @@ class Status:
     origin: str = ""
     bytes_per_merged_token_up: float | None = None
     bytes_per_merged_token_down: float | None = None
+    live: int = 0
+    contributing: int = 0
+    quorum: int = 1
+    findings: tuple[Finding, ...] = ()
 
 
-def status(run: Run, before: Status | None = None) -> Status:
+def status(run: Run, before: Status | None = None, doctor: Doctor | None = None) -> Status:
     """Return the state of a run as its store shows it now; heads are looked for from where they stood `before`.
+
+    A `doctor` that has looked at the run before need not read again what is in it.
 
     Raises:
         IslandsError: the run's creation was interrupted.
@@ -107,16 +122,18 @@ def status(run: Run, before: Status | None = None) -> Status:
     gone = records.departed(run.store)
     is_finished = run.store.read(names.FINISHED) is not None
     links = [link for link in lasts.values() if link is not None]
+    islands = tuple(
+        _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
+    )
+    fragments = tuple(_fragment(run, head, gone, is_finished) for head in heads)
     return Status(
         run_id=run.run_id,
         is_finished=is_finished,
         trained=total,
         total_tokens=run.config.total_tokens,
         merged_share=merged / (total * len(heads)) if total else 0.0,
-        islands=tuple(
-            _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
-        ),
-        fragments=tuple(_fragment(run, head, gone, is_finished) for head in heads),
+        islands=islands,
+        fragments=fragments,
         origin=run.facts.get("origin", {}).get("spec", ""),
         bytes_per_merged_token_up=per_merged_token(
             sum(link.bytes_up for link in links), merged / len(heads)
@@ -124,6 +141,26 @@ def status(run: Run, before: Status | None = None) -> Status:
         bytes_per_merged_token_down=per_merged_token(
             sum(link.bytes_down for link in links), merged / len(heads)
         ),
+        live=_num_live(run, islands),
+        contributing=len({entry.learner for head in heads for entry in head.consumed}),
+        quorum=fragments[0].quorum,
+        findings=(doctor or Doctor(run)).look(run, heads),
+    )
+
+
+def _num_live(run: Run, islands: Sequence[IslandStatus]) -> int:
+    """Return how many islands train and have written something of late: by our clock, or that of the local driver."""
+    newest = max(island.last_seen for island in islands)
+    if newest < metrics.FIRST_STAMP:
+        slowest = min(island.speed for island in run.config.islands)
+        now, patience = newest, _ALIVE_INTERVALS * run.config.sync.period_steps / slowest
+    else:
+        interval = run.config.pipeline.checkpoint_seconds
+        now = max(newest, time.time())
+        patience = max(_ALIVE_SECONDS, _ALIVE_INTERVALS * interval)
+    return sum(
+        island.state in ("training", "quarantined") and now - island.last_seen <= patience
+        for island in islands
     )
 
 
@@ -166,6 +203,8 @@ def _island(
 def _state(run: Run, name: str, has_left: bool, has_begun: bool) -> str:
     if has_left:
         return "left"
+    if run.island(name).spare:
+        return "spare"
     if name in run.config.quarantine:
         return "quarantined"
     return "training" if has_begun else "waiting"
@@ -185,7 +224,7 @@ def _fragment(run: Run, head: Commit, gone: frozenset[str], is_finished: bool) -
     ]
     if is_finished:
         pending = []
-    counting = {island.name for island in run.config.islands} - gone - set(run.config.quarantine)
+    counting = {island.name for island in run.config.members} - gone - set(run.config.quarantine)
     return FragmentStatus(
         layout.index,
         layout.size,

@@ -57,7 +57,7 @@ class Reviver:
             if settings.is_prefect_ours() and processes.of(os.getpid()):
                 self._bury(now, patience_seconds)
             self._revive()
-        except (ServiceUnavailable, StoreUnavailable) as exc:
+        except ServiceUnavailable as exc:
             self.say(f"looking for what died: {exc}")
 
     def _bury(self, now: float, patience_seconds: float) -> None:
@@ -66,7 +66,9 @@ class Reviver:
         missing = [run for run in unfinished if not _is_at_work(run)]
         self.missing_since = {run.id: self.missing_since.get(run.id, now) for run in missing}
         for run in missing:
-            if now - self.missing_since[run.id] >= patience_seconds:
+            # Between the word of whoever serves it and its process lie calls to a server that may be slow.
+            patience = patience_seconds * (4 if run.state.kind == "PENDING" else 1)
+            if now - self.missing_since[run.id] >= patience:
                 state = _end_of(run)
                 deployments.set_state(run.id, state)
                 self.say(f"{run.name}: {state.kind.lower()}, {state.message}")
@@ -81,8 +83,12 @@ class Reviver:
         for run in crashed:
             if run.id in self.judged or (run.state.is_silent and _is_at_work(run)):
                 continue
-            self.say(f"{run.name} crashed: {revive(run)}")
-            self.judged.add(run.id)
+            try:
+                self.say(f"{run.name} crashed: {revive(run)}")
+            except StoreUnavailable as exc:  # that of another run may answer
+                self.say(f"{run.name} crashed, its store is asked again: {exc}")
+            else:
+                self.judged.add(run.id)
 
 
 def start(

@@ -9,7 +9,8 @@ The key of a call must change while nobody answers. Told as a story:
     2. the flow that answers is killed before its first merge;
     3. everybody calls again, with the same key; it was answered once, so nothing starts.
 
-So the number of synchronizers that have enlisted so far, and of whole intervals waited, are part of the key. Which
+So the number of synchronizers that have enlisted so far, and of intervals waited, are part of the key. Each interval
+is twice as long as the one before: where a start takes a minute the machine is busy, and calls make it busier. Which
 fragment waits is not: a synchronizer merges them all, and two islands may see two of them wait.
 """
 
@@ -21,7 +22,7 @@ from tasks import records
 from tasks.inbox import Roster, open_views
 from tasks.runs import Run
 
-# How long a call may go unanswered before the next one.
+# How long a call may go unanswered before the second one.
 RING_SECONDS = 10.0
 # A living synchronizer merges within pace and grace; twice that, and at least so long, says it is not there.
 SHORTEST_DOUBT_SECONDS = 1.0
@@ -31,7 +32,8 @@ SHORTEST_DOUBT_SECONDS = 1.0
 class Ring:
     """A call for a synchronizer.
 
-    `num_merges`: outer steps so far. `num_synchronizers`: enlisted so far. `num_intervals`: whole ones waited.
+    `num_merges`: outer steps so far. `num_synchronizers`: enlisted so far. `num_intervals`: waited, each twice as
+    long as the one before.
     """
 
     run_id: str
@@ -68,6 +70,7 @@ class Bell:
             return
         for view in self._views:
             view.steer(run)
+        self._roster.steer(run)
         self._run = run
 
     def look(self, *, now: float) -> Ring | None:
@@ -83,7 +86,7 @@ class Bell:
             run_id=self._run.run_id,
             num_merges=self.num_merges,
             num_synchronizers=records.next_number(self._run.store, "synchronizers"),
-            num_intervals=int((now - self._since) // RING_SECONDS),
+            num_intervals=_num_intervals(now - self._since),
         )
 
     def is_waiting(self, *, now: float) -> bool:
@@ -111,3 +114,8 @@ class Bell:
         self._since = now if self._since is None else self._since
         # Before the first merge there is no synchronizer to give time to.
         return 0.0 if num_merges == 0 else min(doubts)
+
+
+def _num_intervals(waited: float) -> int:
+    """Return how many intervals are over: one after 10 s, two after 30 s, three after 70 s."""
+    return int(waited // RING_SECONDS + 1).bit_length() - 1

@@ -6,7 +6,7 @@ Knows `run.json` and `changes/`; must not know a model (no torch): creating a ru
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -28,7 +28,6 @@ from islands.config import (
     to_toml,
 )
 from islands.data import require_enough
-from islands.schedule import own_share
 from islands.sections import IslandConfig
 from islands.types import (
     ConfigError,
@@ -42,7 +41,7 @@ from islands.types import (
 from islands.versions import layouts_from_json
 from tasks import records
 
-HELD_OUT = "held_out"
+HELD_OUT, SHARD = "held_out", "shard-"
 CHANGES = "changes"
 
 
@@ -55,7 +54,7 @@ class Run:
         store: a view of the run's own folder.
         config: the effective configuration, later changes included.
         layouts: the fragments.
-        data: payload with one uint8 array per island, "shard-<name>", and "held_out".
+        data: payload with one uint8 array per founding island, "shard-<name>", and "held_out".
         digest: of `run.json`.
         facts: the whole body of `run.json`.
         num_changes: how many of the recorded changes `config` takes in.
@@ -77,7 +76,7 @@ class Run:
 
     def own_tokens(self, name: str) -> int:
         """Return how many of the run's tokens an island trains."""
-        return own_share(self.config.total_tokens, self.config.rates, name)
+        return self.config.share_of(name)
 
     @property
     def chunk_elements(self) -> int:
@@ -155,11 +154,12 @@ def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str
 
 
 def record_change(
-    run: Run, derive: Callable[[RunConfig], RunConfig]
+    run: Run, derive: Callable[[RunConfig], RunConfig], *, may_grow: bool = False
 ) -> tuple[RunConfig, RunConfig]:
     """Record other operational settings, unless nothing differs; return what held before, and what holds now.
 
-    Of two that change a run at once, one derives its change anew from what the other has recorded.
+    Of two that change a run at once, one derives its change anew from what the other has recorded. `may_grow`: islands
+    may be added behind those the run has.
 
     Raises:
         ConfigError: the run has ended, an identity key would change (all of them are named), or a shard is too small.
@@ -169,7 +169,7 @@ def record_change(
         changed = derive(run.config)
         if changed == run.config:
             return run.config, changed
-        _require_possible(run, changed)
+        _require_possible(run, changed, may_grow=may_grow)
         name = names.numbered(CHANGES, run.num_changes)
         try:
             records.write(run.store, name, changed.model_dump(mode="json"))
@@ -238,8 +238,17 @@ def require_unfinished(run: Run) -> Run:
 
 
 def read_shard(run: Run, island: str) -> npt.NDArray[np.uint8]:
-    """Return an island's training text, checked against its checksums."""
-    return ArrayReader(run.store, run.data).read(f"shard-{island}")
+    """Return an island's training text, checked against its checksums; of one that joined, all founders' together.
+
+    No two founders share a document. Whoever joins finds no text left that is nobody's, so it reads all of theirs, in
+    an order of its own.
+    """
+    return _joined(run, _shards_of(run, island))
+
+
+def read_all_shards(run: Run) -> npt.NDArray[np.uint8]:
+    """Return all founders' training text."""
+    return _joined(run, _shards_of(run, None))
 
 
 def read_held_out(run: Run) -> npt.NDArray[np.uint8]:
@@ -260,6 +269,19 @@ def require_plain(run_id: str) -> str:
     return run_id
 
 
+def _joined(run: Run, shards: Iterable[str]) -> npt.NDArray[np.uint8]:
+    reader = ArrayReader(run.store, run.data)
+    parts = [reader.read(name) for name in shards]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _shards_of(run: Run, island: str | None) -> dict[str, int]:
+    """Return the arrays of an island's text with their lengths: its own, or else those of all founders."""
+    shards = {a.name: a.length for a in run.data.arrays if a.name.startswith(SHARD)}
+    own = f"{SHARD}{island}"
+    return {own: shards[own]} if own in shards else shards
+
+
 def _configs(store: Store, facts: Mapping[str, Any]) -> list[RunConfig]:
     """Return every configuration a run has had, oldest first."""
     changes = [names.numbered(CHANGES, n) for n in sorted(records.numbers_in(store, CHANGES))]
@@ -269,15 +291,16 @@ def _configs(store: Store, facts: Mapping[str, Any]) -> list[RunConfig]:
     ]
 
 
-def _require_possible(run: Run, changed: RunConfig) -> None:
-    if broken := changed_identity(identity(run.config), identity(changed)):
+def _require_possible(run: Run, changed: RunConfig, *, may_grow: bool) -> None:
+    known = changed.islands[: len(run.config.islands)] if may_grow else changed.islands
+    same = changed.model_copy(update={"islands": known})
+    if broken := changed_identity(identity(run.config), identity(same)):
         raise ConfigError(
             f"a run's identity cannot change, got other values for {', '.join(broken)}; "
             f"keep them, or start a new run, perhaps with --from {run.run_id}"
         )
-    sizes = {array.name: array.length for array in run.data.arrays}
     for island in changed.islands:
-        size, context = sizes[f"shard-{island.name}"], changed.model.context
+        size, context = sum(_shards_of(run, island.name).values()), changed.model.context
         require_enough(island.name, size, batch_size=island.batch_size, context=context)
 
 

@@ -22,10 +22,15 @@ from tasks.publishing import Stepped, step_chunks
 from tasks.runs import Run
 
 
-def schedule_of(config: RunConfig, total_tokens: int) -> Schedule:
-    """Return the learning-rate schedule over `total_tokens` tokens."""
-    inner = config.inner
-    return Schedule(inner.learning_rate, total_tokens, inner.warmup_fraction, inner.final_fraction)
+def schedule_of(config: RunConfig, total_tokens: int, *, begins_at: float = 0.0) -> Schedule:
+    """Return the learning-rate schedule over `total_tokens` tokens, or over what of it comes after `begins_at`."""
+    return Schedule(
+        config.inner.learning_rate,
+        total_tokens,
+        config.inner.warmup_fraction,
+        config.inner.final_fraction,
+        begins_at,
+    )
 
 
 def next_step(config: RunConfig, parent: Commit) -> OuterStep:

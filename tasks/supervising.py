@@ -20,8 +20,10 @@ from infra.events import unique_key
 from islands.patience import Patience
 from islands.steering import changes_between
 from islands.types import DamagedObject, ServiceUnavailable, StoreLost, StoreUnavailable
-from tasks import history, records, stopping, trainers
+from tasks import history, joining, records, stopping, trainers
+from tasks.alarm import Alarm
 from tasks.collecting import collect
+from tasks.health import Doctor
 from tasks.merging import Synchronizer
 from tasks.records import new_attempt
 from tasks.ringing import Bell, Ring
@@ -65,6 +67,8 @@ class Supervisor:
     collected_at: float = 0.0
     bell: Bell | None = None
     rung: str = ""
+    alarm: Alarm | None = None
+    settled: tuple[frozenset[str], int] = (frozenset(), 0)
     patience: Patience = field(default_factory=Patience)
     refusal: StoreUnavailable | None = None
 
@@ -78,6 +82,7 @@ class Supervisor:
         self._try(self._steer)
         self._try(self._watch_islands)
         self._try(partial(self._watch_quorum, now))
+        self._try(partial(self._watch_health, now))
         if now - self.collected_at >= _COLLECT_SECONDS:
             self.collected_at = now
             self._try(partial(collect, self.run))
@@ -92,7 +97,8 @@ class Supervisor:
         for post in self.posts.values():
             if not post.state.is_over:
                 post.state = deployments.state_of(post.flow_run)
-        return all(post.state.is_over for post in self.posts.values())
+        states = [post.state for post in self.posts.values()]
+        return all(state.is_over and not state.is_silent for state in states)
 
     def outlook(self) -> str:
         """Return how it stands.
@@ -103,7 +109,7 @@ class Supervisor:
         try:
             if trainers.count(self.run) > self.trainer + 1:
                 return "superseded"
-            if {i.name for i in self.run.config.islands} <= records.departed(self.run.store):
+            if self._have_all_left():
                 return "left"
             return "stopped" if stopping.is_asked(self.run) else "goes on"
         except StoreUnavailable:
@@ -111,6 +117,14 @@ class Supervisor:
         except DamagedObject as exc:
             self.log.warning("%s", exc)
             return "goes on"
+
+    def _have_all_left(self) -> bool:
+        """Say whether every island has left; by then spares have taken the place of those that left early."""
+        departed = records.departed(self.run.store)
+        if self.settled != (departed, self.run.num_changes):
+            self._take_over(joining.settle(self.run))
+            self.settled = (departed, self.run.num_changes)
+        return {i.name for i in self.run.config.members} <= departed
 
     # --- the parts of a tick ---
 
@@ -137,15 +151,18 @@ class Supervisor:
 
     def _steer(self) -> None:
         """Take over changed settings."""
-        before, self.run = self.run, refreshed(self.run)
-        if changes := changes_between(before.config, self.run.config):
-            self.log.info("settings changed: %s", ", ".join(map(str, changes)))
+        self._take_over(refreshed(self.run))
         if self.bell is not None:
             self.bell.steer(self.run)
 
+    def _take_over(self, run: Run) -> None:
+        before, self.run = self.run, run
+        if changes := changes_between(before.config, run.config):
+            self.log.info("settings changed: %s", ", ".join(map(str, changes)))
+
     def _watch_islands(self) -> None:
         departed = records.departed(self.run.store)
-        for island in self.run.config.islands:
+        for island in self.run.config.members:
             if island.name in departed:
                 continue
             post = self.posts.get(island.name)
@@ -208,15 +225,18 @@ class Supervisor:
         """Start an island's flow again, with a limit.
 
         A cancelled one stays away while others train. When nobody does, or all would wait for it, the run stops: it can
-        go on later, with all.
+        go on later, with all. One that was asked to leave does not come back for its farewell.
         """
+        trained = self._trained(island)
+        if post.state.kind == "CANCELLED" and self.run.own_tokens(island) <= trained:
+            self._write_off(island, "was cancelled, and has trained its share")
+            return
         if post.state.kind == "CANCELLED":
-            others = {i.name for i in self.run.config.islands} - {island}
+            others = {i.name for i in self.run.config.members} - {island}
             is_awaited = self.run.config.sync.blocks
             if is_awaited or others <= records.departed(self.run.store) | self._cancelled():
                 ask_all_to_stop(self.run, f"{island} was cancelled, and nobody else can go on")
             return
-        trained = self._trained(island)
         if trained > post.seen_trained:
             post.num_restarts, post.seen_trained, post.lost_at = 0, trained, None
         if post.state.has_lost_store and self._must_wait(post):
@@ -272,6 +292,10 @@ class Supervisor:
         self.rung = ring.key
         self.log.warning("a quorum has waited too long: a synchronizer is started (%s)", ring.key)
         start_synchronizer(self.run, ring)
+
+    def _watch_health(self, now: float) -> None:
+        self.alarm = self.alarm or Alarm(Doctor(self.run), self.log)
+        self.alarm.look(self.run, now=now)
 
 
 def tag_of(run: Run) -> str:

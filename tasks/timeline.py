@@ -140,7 +140,7 @@ def read_timeline(run: Run) -> Timeline:
     chains = [_chain(run, layout.index) for layout in run.layouts]
     commits = [commit for chain in chains for commit in chain[1:]]
     late = _late_verdicts(run)
-    islands = {island.name: _traces(run, island.name) for island in run.config.islands}
+    islands = {island.name: _traces(run, island.name) for island in run.config.members}
     _note_commits(islands, commits, late)
     _read_inbox(run, islands, [chain[-1] for chain in chains])
     begun, strikes = _synchronizers(run), records.read_strikes(run.store)

@@ -15,9 +15,8 @@ So every point arrives once, however often a pass is cut off, and an outage lose
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from infra.plots import Labels, Lane, Line, draw_lines, draw_timeline
@@ -28,8 +27,10 @@ from islands.config import to_toml
 from islands.metrics import RUN, SYNCHRONIZER, Point, Sample
 from islands.parsing import parse
 from islands.types import DamagedObject, IslandsError
-from islands.versions import Commit, layouts_to_json
+from islands.versions import layouts_to_json
 from tasks import records
+from tasks.commits import CommitReader
+from tasks.health import Doctor, WindowPoints
 from tasks.runs import Run, refreshed
 from tasks.scores import evaluations
 
@@ -45,6 +46,7 @@ COMMITS_PER_ROUND = 200
 CURSOR = "diloco.cursor"
 SCORED = "diloco.cursor.evaluations"
 STRUCK = "diloco.chaos"  # what struck, in words
+HEALTH = "diloco.health"
 MOST_MARKS = 400  # in one lane of the timeline
 _MERGED = "merged tokens"
 LOSS = Labels("Loss", _MERGED, "bits per byte", "islands: running mean of their training loss")
@@ -72,8 +74,7 @@ def follow(
         run: an open run.
         uri, experiment: where to log to.
         is_over: says that no more will come; asked several times a second.
-        ending: what the run ended with, asked when it is over: "FINISHED", "FAILED" or "KILLED"; empty where somebody
-            else goes on with it.
+        ending: what it ended with, asked when it is over: "FINISHED", "FAILED", "KILLED"; "" if it goes on elsewhere.
         say: is told once that MLflow is away, and once that it is back.
     """
     try:
@@ -127,57 +128,6 @@ def track(run: Run, uri: str, *, experiment: str = EXPERIMENT) -> int:
     return sent
 
 
-class CommitReader:
-    """Goes over a run's commits in the order in which they were made, from given versions on. For one thread.
-
-    One synchronizer at a time makes them, with one clock: a commit is there before the next one is made. So whatever
-    was made before a commit that we see is found by looking once more.
-    """
-
-    def __init__(self, run: Run, versions: Sequence[int]) -> None:
-        self.versions = list(versions)
-        self._store = run.store
-        self._heads: list[Commit] = []
-        self._ahead: list[list[tuple[float, Commit]]] = [[] for _ in self.versions]
-
-    def read(self, most: int) -> list[tuple[Commit, tuple[Commit, ...]]]:
-        """Return about `most` further commits, each with the heads it was made on; empty if there are none."""
-        is_finished = self._store.read(names.FINISHED) is not None
-        if not self._heads:
-            found = [records.read_commit(self._store, *pair) for pair in enumerate(self.versions)]
-            if None in found:
-                return []  # the run is being created
-            self._heads = [pair[0] for pair in found if pair is not None]
-        each = max(2, -(-most // len(self.versions)))
-        self._look(each)
-        newest = max((row[-1][0] for row in self._ahead if row), default=-math.inf)
-        self._look(each)
-        ends = [row[-1][0] for row in self._ahead if len(row) >= each]
-        until = min([newest, *ends])
-        is_open = until < metrics.FIRST_STAMP and not is_finished  # base steps: several at once
-        taken = metrics.in_order(self._ahead, until=until, is_open=is_open)
-        if ends and not taken:  # all that was read is of one moment
-            taken = metrics.in_order(self._ahead, until=until, is_open=False)
-        return [(commit, self._step(commit)) for commit in taken]
-
-    def _look(self, most: int) -> None:
-        """Read on in every fragment until `most` commits lie ahead."""
-        for fragment, row in enumerate(self._ahead):
-            while len(row) < most:
-                at, last = row[-1] if row else (-math.inf, self._heads[fragment])
-                found = records.read_commit(self._store, fragment, last.version + 1)
-                if found is None:
-                    break
-                row.append((max(at, last.at, found[0].at), found[0]))
-
-    def _step(self, commit: Commit) -> tuple[Commit, ...]:
-        heads = tuple(self._heads)
-        self._heads[commit.fragment] = commit
-        self.versions[commit.fragment] = commit.version
-        del self._ahead[commit.fragment][0]
-        return heads
-
-
 @dataclass(frozen=True, slots=True)
 class Session:
     """What it holds between passes. `parts`: part of the run -> its run in MLflow; `scored`: evaluations sent.
@@ -207,6 +157,8 @@ class RunTracker:
         self._session: Session | None = None
         self._described = ""
         self._figures = Figures(run)
+        self._windows, self._doctor = WindowPoints(run), Doctor(run)
+        self._findings: str | None = None
 
     def pass_once(self, is_late: Callable[[], bool] = lambda: False) -> int:
         """Send what the store has and MLflow lacks; return the number of points. `is_late` stops it between rounds.
@@ -218,7 +170,8 @@ class RunTracker:
         sent = 0
         try:
             before, self.run = self.run, refreshed(self.run)
-            self._described = self._described if self.run is before else ""  # other settings hold
+            if self.run is not before:  # other settings; who joined has no run of its own yet
+                self._described, self._session = "", None
             session = self._session = self._session or self._open()
             while points := self._next(session):
                 self._send(session, points)
@@ -226,6 +179,7 @@ class RunTracker:
                 if is_late():
                     self.is_behind = True
                     return sent
+            self._tell_health(session.parts[RUN])
             # Last: where files cannot be stored, metrics still arrive.
             if self._described != session.parts[RUN].run_id:
                 self._describe(session.parts)
@@ -233,9 +187,16 @@ class RunTracker:
             self.is_behind = False
         except IslandsError:
             # What MLflow has is not known any more; perhaps it comes back with another database. Ask it.
-            self._session, self.is_behind = None, True
+            self._session, self._findings, self.is_behind = None, None, True
             raise
         return sent
+
+    def _tell_health(self, parent: Found) -> None:
+        """Keep a tag with what is wrong with the run, by kind and island; empty for nothing."""
+        keys = ", ".join(finding.key for finding in self._doctor.look(self.run))
+        if keys != self._findings:
+            self._tracker.set_tags(parent, {HEALTH: keys})
+            self._findings = keys
 
     def draw(self) -> None:
         """Draw the figures from the store and put them beside the parent run; nothing before the first pass."""
@@ -259,7 +220,10 @@ class RunTracker:
         points = [
             point
             for commit, heads in session.commits.read(COMMITS_PER_ROUND)
-            for point in metrics.points_of(commit, heads, rates)
+            for point in (
+                *metrics.points_of(commit, heads, rates),
+                *self._windows.of(commit, heads),
+            )
         ]
         for score in evaluations(self.run, session.scored):
             session.scored.append(score.number)
@@ -289,7 +253,7 @@ class RunTracker:
         """Find or create the runs, and where the cursor stands."""
         parent = self._find(RUN, self.run.run_id, None)
         parts = {RUN: parent, SYNCHRONIZER: self._find(SYNCHRONIZER, "synchronizer", parent.run_id)}
-        for island in self.run.config.islands:
+        for island in self.run.config.members:
             part = metrics.island_part(island.name)
             parts[part] = self._find(part, island.name, parent.run_id)
         if self._is_live and self.run.store.read(names.FINISHED) is None:
@@ -321,7 +285,7 @@ class RunTracker:
             "seed": config.seed,
             "codec": config.sync.codec,
             "codec_down": config.sync.codec_down,
-            "islands": len(config.islands),
+            "islands": len(config.members),
             "quorum": config.quorum,
             "git_sha": git_commit(),
             "origin": self.run.facts.get("origin", {}).get("spec"),
@@ -329,7 +293,7 @@ class RunTracker:
         }
         tags = {f"diloco.{key}": str(fact) for key, fact in facts.items() if fact is not None}
         self._tracker.set_tags(parts[RUN], tags)
-        for island in config.islands:
+        for island in config.members:
             child = parts[metrics.island_part(island.name)]
             self._tracker.set_tags(child, {"diloco.region": island.region})
         self._tracker.log_text(parent, to_toml(config), "config.toml")
@@ -344,7 +308,7 @@ class Figures:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._commits = CommitReader(run, [0] * len(run.layouts))
-        self._samples: dict[str, list[Sample]] = {island.name: [] for island in run.config.islands}
+        self._samples: dict[str, list[Sample]] = {island.name: [] for island in run.config.members}
 
     def draw(self) -> dict[str, bytes]:
         """Return file name -> PNG image, as the store stands now."""

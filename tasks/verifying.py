@@ -7,6 +7,7 @@ learners' chains, and the inventory of a finished run. Finds problems, mends not
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from infra.arrays import check_payload
 from infra.store import open_store
@@ -245,15 +246,17 @@ def _check_consumed(
     offer, digest = offers[entry.name], evidence.digests[entry.name]
     if digest != entry.digest:
         evidence.found.note(entry.name, f"is not what version {commit.version} consumed")
-    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, digest) != entry:
+    elif not has_sound_counts(offer) or _consumed(evidence, commit, offer, entry) != entry:
         name = names.version(commit.fragment, commit.version)
         evidence.found.note(
             name, f"does not say of {entry.name} what its header says, or weighs it wrongly"
         )
 
 
-def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, digest: str) -> Consumed:
-    return consume(offer, digest, commit.version - 1, evidence.run.config.outer.weighting)
+def _consumed(evidence: Evidence, commit: Commit, offer: Contribution, entry: Consumed) -> Consumed:
+    weighting = evidence.run.config.outer.weighting
+    again = consume(offer, entry.digest, commit.version - 1, weighting)
+    return replace(again, cosine=entry.cosine)  # only a replay has the numbers
 
 
 # --- the rest ---
@@ -376,7 +379,7 @@ def _check_driver(evidence: Evidence) -> None:
 
 
 def _check_inventory(evidence: Evidence) -> None:
-    islands = {island.name for island in evidence.run.config.islands}
+    islands = {island.name for island in evidence.run.config.members}
     departed = {name.split("/")[1] for name in evidence.present if name.endswith("/left.json")}
     if names.FINISHED not in evidence.present:
         if islands <= departed:

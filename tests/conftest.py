@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import random
+import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "infra", "islands", "tests")
@@ -72,3 +76,63 @@ collect_ignore = [
     for path in sorted(Path(__file__).parent.rglob("test_*.py"))
     if ABSENT and reaches(path, ABSENT)
 ]
+
+
+# --- the matrix of faults: a seeded sample of it, and its table ---
+
+_CHAOS_ROWS = pytest.StashKey[list[tuple[str, str, str, str, str]]]()
+_WIDTHS = (30, 12, 52, 8, 42)
+
+
+@pytest.fixture
+def chaos_rows(request: pytest.FixtureRequest) -> list[tuple[str, str, str, str, str]]:
+    """Take rows of the table: fault, moment, what happened, seconds, ledger."""
+    return request.config.stash[_CHAOS_ROWS]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("chaos")
+    group.addoption("--chaos-sample", type=int, metavar="N", help="N cases of the matrix only")
+    group.addoption(
+        "--chaos-seed", type=int, metavar="S", help="which; another each time if absent"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_CHAOS_ROWS] = []
+    if config.getoption("--chaos-seed") is None:
+        config.option.chaos_seed = random.SystemRandom().randrange(10_000)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    size = config.getoption("--chaos-sample")
+    cases = [item for item in items if item.get_closest_marker("chaos")]
+    if size is None or size >= len(cases):
+        return
+    chosen = set(random.Random(config.getoption("--chaos-seed")).sample(cases, size))
+    left = [item for item in cases if item not in chosen]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    rows = config.stash[_CHAOS_ROWS]
+    if not rows:
+        return
+    terminalreporter.section("faults")
+    heads = ("fault", "moment", "what happened", "s to", "ledger")
+    for row in (heads, ("", "", "", "recover", ""), *rows):
+        columns = [
+            textwrap.wrap(cell, width) or [""] for cell, width in zip(row, _WIDTHS, strict=True)
+        ]
+        for n in range(max(map(len, columns))):
+            cells = [lines[n] if n < len(lines) else "" for lines in columns]
+            padded = (cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+            terminalreporter.line("  ".join(padded).rstrip())
+    if (size := config.getoption("--chaos-sample")) is not None:
+        seed = config.getoption("--chaos-seed")
+        terminalreporter.line(
+            f"{size} cases by seed {seed}; again: pytest -m chaos --chaos-sample {size} --chaos-seed {seed}"
+        )

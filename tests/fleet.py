@@ -12,11 +12,16 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from infra.processes import command_line, descendants, parent
+from infra.processes import with_variable as processes_with
 
 ROOT = Path(__file__).resolve().parent.parent
 # Some ten milliseconds a step and some seconds a run: long enough to break something in it.
@@ -64,7 +69,7 @@ class Fleet:
         """Run a command to its end."""
         return subprocess.run(
             [sys.executable, "-m", "flows", *arguments],
-            cwd=ROOT,
+            cwd=self.folder,
             env=_environment(self.folder),
             capture_output=True,
             text=True,
@@ -82,6 +87,13 @@ class Fleet:
         assert done.returncode == 0, done.stderr
         return str(json.loads(done.stdout)["flow_run"])
 
+    def start(self, flow: str, parameters: dict[str, Any], name: str) -> str:
+        """Start a run of a deployment, as its form does, and return the flow run."""
+        found = self.post("/deployments/filter", {})
+        deployment = next(d for d in found if d["entrypoint"].startswith(f"flows.{flow}"))
+        body = {"parameters": parameters, "name": name, "idempotency_key": uuid.uuid4().hex}
+        return str(self.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"])
+
     def status(self, run: str) -> dict[str, Any]:
         done = self.diloco("status", run, "--json")
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
@@ -98,8 +110,7 @@ class Fleet:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read() or b"null")
+        return json.loads(_patient(request) or b"null")
 
     def ask_mlflow(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask MLflow's API."""
@@ -116,9 +127,14 @@ class Fleet:
         folder = self.folder / "runs" / run / "evaluations" / "held-out"
         return {path.name: path.read_bytes() for path in folder.glob("*.json")}
 
-    def flow_runs(self, prefix: str, *, with_scheduled: bool = False) -> list[dict[str, Any]]:
-        """Return the flow runs whose name begins so, oldest first."""
-        found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC", "limit": 200})
+    def flow_runs(
+        self, prefix: str, *, with_scheduled: bool = False, having: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return the flow runs whose name begins so, and has another part too, oldest first."""
+        wanted: dict[str, Any] = {"sort": "EXPECTED_START_TIME_ASC", "limit": 200}
+        if having or prefix:
+            wanted["flow_runs"] = {"name": {"like_": having or prefix}}
+        found = self.post("/flow_runs/filter", wanted)
         return [
             run
             for run in found
@@ -127,8 +143,7 @@ class Fleet:
         ]
 
     def state(self, flow_run: str) -> str:
-        with urllib.request.urlopen(f"{self.api}/flow_runs/{flow_run}", timeout=30) as answer:
-            return str(json.loads(answer.read())["state_type"])
+        return str(json.loads(_patient(f"{self.api}/flow_runs/{flow_run}"))["state_type"])
 
     def wait_for(self, flow_run: str, *, seconds: float = 200) -> str:
         """Wait for the end of a flow run and return its state."""
@@ -138,14 +153,26 @@ class Fleet:
 
     def process_of(self, flow_run: str) -> int | None:
         """Return the process that executes a flow run."""
-        wanted = f"PREFECT__FLOW_RUN_ID={flow_run}".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes()
-                if wanted in variables and b"prefect.engine" in command:
-                    return int(folder.name)
-        return None
+        found = processes_with("PREFECT__FLOW_RUN_ID", flow_run)
+        return next((pid for pid in found if "prefect.engine" in command_line(pid)), None)
+
+    def processes(self) -> list[int]:
+        """Return all that was started with this fleet's home, at whatever remove."""
+        return [pid for pid in processes() if is_of(pid, self.folder)]
+
+    def service(self, command: str) -> list[int]:
+        """Return the process of a service and what descends from it, without its guard; empty while it is away."""
+        found = [pid for pid in self.processes() if command in command_line(pid)]
+        guards = [pid for pid in found if "guard.py" in command_line(pid)]
+        own = next((pid for pid in found if parent(pid) in guards), None)
+        return [] if own is None else [own, *descendants(own)]
+
+    def is_well(self, name: str) -> bool:
+        """Say whether Prefect or MLflow answers."""
+        url = f"{self.api}/health" if name == "Prefect" else f"{self.mlflow}/health"
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
 
     def learner(self, run: str, island: str) -> tuple[int, int]:
         """Return (incarnation, process) of an island's newest learner; (-1, 0) before the first."""
@@ -166,16 +193,17 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path) -> Iterator[Fleet]:
+def fleet(folder: Path, *, evaluate_seconds: int = 20) -> Iterator[Fleet]:
     """Start services and stop them; nothing may be left of them."""
+    record = folder / "home" / "services.json"
+    record.unlink(missing_ok=True)  # of services that were killed
     with (folder / "up.log").open("wb") as log:
-        command = [sys.executable, "-m", "flows", "up", "--evaluate-seconds", "20"]
+        command = [sys.executable, "-m", "flows", "up", "--evaluate-seconds", f"{evaluate_seconds}"]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT
+            command, cwd=folder, env=_environment(folder), stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        record = folder / "home" / "services.json"
-        wait_until(lambda: record.exists() or process.poll() is not None, 110)
+        wait_until(lambda: record.exists() or process.poll() is not None, 240)
         assert process.poll() is None, (folder / "up.log").read_text()
         addresses = json.loads(record.read_text())
         yield Fleet(folder, addresses["prefect_api_url"], addresses["mlflow_url"], process)
@@ -184,6 +212,23 @@ def fleet(folder: Path) -> Iterator[Fleet]:
         process.wait(timeout=100)
         left = [pid for pid in processes() if is_of(pid, folder)]
         assert left == [], [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+
+
+def _patient(request: urllib.request.Request | str) -> bytes:
+    """Return the answer of Prefect's API, which is asked again while it is too busy, or away for a moment."""
+    ends = time.monotonic() + 90
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as exc:
+            if exc.code != 503 or time.monotonic() > ends:
+                raise
+            exc.close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+        time.sleep(1)
 
 
 def processes() -> list[int]:
@@ -211,4 +256,6 @@ def _environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     for name in ("MLFLOW_TRACKING_URI", "DILOCO_STORE"):
         kept.pop(name, None)
+    # Started in a folder of its own: nothing may depend on being in the project's.
+    kept["PYTHONPATH"] = str(ROOT)
     return kept | {"DILOCO_HOME": f"{folder}/home", "DILOCO_STORE": f"file://{folder}/runs"}

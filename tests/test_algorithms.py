@@ -163,7 +163,11 @@ def joined_adamw(run: Run, num_steps: int) -> Vector:
     config = run.config
     model = building.build_model(building.model_shape(config), config.seed)
     learner = building.assemble(
-        config, "joined", model, run.layouts, total_tokens=config.total_tokens
+        config,
+        "joined",
+        model,
+        run.layouts,
+        schedule=building.schedule_of(config, config.total_tokens),
     )
     learner.begin([Base(0, "", version_of(run, 0))], incarnation=0)
     for step in range(num_steps):

@@ -43,6 +43,8 @@ MAY_IMPORT = {
     "infra": ("infra", "islands.types"),
     "islands": ("islands",),
 }
+# How long ago something was, for people; when a benchmark ran; which litter is older than an hour.
+READ_THE_WALL_CLOCK = ("flows/screen.py", "tasks/benchmarks.py", "infra/disk.py")
 # What opens a cluster or starts a service; the composition root also reads settings and opens stores.
 INFRA_FOR_FLOWS = ("infra.clusters", "infra.deployments", "infra.services")
 INFRA_FOR_THE_ROOT = (*INFRA_FOR_FLOWS, "infra.settings", "infra.store", "infra.tracking")
@@ -54,7 +56,7 @@ TORCH_FILES = tuple(
 )
 VENDORS_OF_ISLANDS = {
     "numpy": ("islands/*.py", "islands/simulation/*.py"),
-    "pydantic": ("islands/config.py", "islands/sections.py"),
+    "pydantic": ("islands/config.py", "islands/limits.py", "islands/sections.py"),
     "tomli_w": ("islands/config.py",),
     "torch": TORCH_FILES,
 }
@@ -305,6 +307,27 @@ def signatures_that_swallow_keywords(sources: Sources) -> list[str]:
     ]
 
 
+def readers_of_the_wall_clock(sources: Sources) -> list[str]:
+    """It is written down for people and read by nobody: order is by versions, waiting by the monotonic clock."""
+    return [
+        f"{path}:{node.lineno} reads the wall clock"
+        for path, source in sources.items()
+        if path not in READ_THE_WALL_CLOCK
+        for node in _not_written_down(ast.parse(source))
+        if ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow")
+    ]
+
+
+def _not_written_down(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield every attribute in the tree but those handed over as a stamp."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.keyword) and node.arg in ("stamp", "at"):
+            continue
+        if isinstance(node, ast.Attribute):
+            yield node
+        yield from _not_written_down(node)
+
+
 # --- each rule twice: kept by the project, and able to fail --------------------------------------
 
 VIOLATIONS: list[tuple[Checker, dict[str, str]]] = [
@@ -381,6 +404,8 @@ VIOLATIONS: list[tuple[Checker, dict[str, str]]] = [
     ),
     (signatures_that_swallow_keywords, {"tasks/x.py": "def f(**options): ..."}),
     (signatures_that_swallow_keywords, {"tasks/x.py": "async def f(*, a, **options): ..."}),
+    (readers_of_the_wall_clock, {"tasks/x.py": "import time\nlate = time.time() > 9"}),
+    (readers_of_the_wall_clock, {"islands/x.py": "now = datetime.now(UTC)"}),
 ]
 KEPT: list[tuple[Checker, dict[str, str]]] = [
     (
@@ -439,6 +464,7 @@ KEPT: list[tuple[Checker, dict[str, str]]] = [
         {"tasks/x.py": "try:\n    f()\nexcept BaseException:\n    g()\n    raise"},
     ),
     (modules_that_are_too_long, {"tasks/long.py": "x = 1\n" * 400}),
+    (readers_of_the_wall_clock, {"tasks/x.py": "f(stamp=time.time, at=time.time())"}),
 ]
 CHECKERS = list(dict.fromkeys(checker for checker, _ in VIOLATIONS))
 

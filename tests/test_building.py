@@ -28,7 +28,9 @@ def a_learner(prepared: Prepared, precision: str) -> Learner:
     config = prepared.config.model_copy(update={"inner": inner})
     shape = building.model_shape(config)
     model = building.build_model(shape, config.seed)
-    learner = building.assemble(config, "east", model, prepared.layouts, total_tokens=4_000)
+    learner = building.assemble(
+        config, "east", model, prepared.layouts, schedule=building.schedule_of(config, 4_000)
+    )
     values = [learner.local_values(p) for p in range(2)]
     learner.begin([Base(0, "", vector) for vector in values], incarnation=0)
     return learner

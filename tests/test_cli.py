@@ -22,6 +22,7 @@ from flows.cli import run_command
 from infra import deployments, services, settings
 from infra.services import Services
 from islands.config import parse_config
+from tasks import creating
 from tasks.reporting import FragmentStatus, IslandStatus, Status
 from tasks.runs import open_run
 
@@ -216,6 +217,24 @@ def test_a_change_that_cannot_be_is_refused_and_the_run_untouched(
     assert (said.status, said.out) == (2, "")
     assert part in said.err
     assert desk.objects() == before
+
+
+def test_an_island_joins_and_another_leaves_and_both_are_shown(desk: Desk) -> None:
+    create(desk, "first")
+    said = desk.on("join", "south", "--set", "region=ap-south", "batch_size=4")
+    assert (said.status, said.err) == (0, "")
+    shown = '{"name": "south", "region": "ap-south", "batch_size": 4}'
+    assert said.out == f"islands.south null → {shown}, at once\n"
+    left = json.loads(desk.on("leave", "west", "--json").out)["changes"]
+    assert left == [{"key": "islands.west.tokens", "before": None, "after": 0, "acts": "at once"}]
+    config = open_run(desk.url, "first").config
+    # 4,000 tokens for batches of 2 and 4: 1,333.3 and 2,666.7.
+    assert [config.share_of(name) for name in ("west", "east", "south")] == [0, 1334, 2667]
+    names = [island["name"] for island in json.loads(desk.on("status", "--json").out)["islands"]]
+    assert names == ["west", "east", "south"]
+    again = desk.on("join", "south")
+    assert again.status == 2
+    assert "got 'south', which takes part already; choose another name" in again.err
 
 
 def test_what_has_finished_is_not_adjusted(desk: Desk) -> None:
@@ -420,6 +439,11 @@ def test_the_effective_configuration_is_a_configuration(desk: Desk) -> None:
         ["track", "nosuchrun", "--uri", "http://127.0.0.1:9"],
         ["stop"],
         ["up", "--evaluate-seconds", "1"],
+        ["chaos", "a"],
+        ["chaos", "a", "--seed", "1", "--plan", "run.toml"],
+        ["chaos", "a", "--seed", "1", "--kinds", "nope"],
+        ["chaos", "a", "--seed", "1", "--every", "0"],
+        ["chaos", "nosuchrun", "--seed", "1"],
     ],
     ids=" ".join,
 )
@@ -606,6 +630,25 @@ def test_a_run_stops_on_request_within_seconds_and_resumes(
 
 
 @pytest.mark.slow
+def test_a_plan_that_breaks_rules_is_told_line_by_line_and_strikes_nothing(desk: Desk) -> None:
+    config = parse_config(desk.config.read_text(encoding="utf-8"), source="run.toml")
+    prepared = creating.prepare_run(config, "first")
+    creating.create_run(prepared, creating.attempts_of(prepared))
+    before = desk.objects()
+    plan = desk.folder / "plan.toml"
+    plan.write_text('[[faults]]\nkind = "kill"\nisland = "nowhere"\nstep = 1', encoding="utf-8")
+    said = desk.on("chaos", "--plan", str(plan))
+    assert said.status == 2
+    assert "plan.toml: faults.0.island must be one of west, east, got nowhere" in said.err
+    said = desk.on("chaos", "--plan", "no/such/file")
+    assert said.status == 2
+    assert "--plan must be a readable UTF-8 file, got 'no/such/file'" in said.err
+    said = desk.on("chaos", "--seed", "1", "--kinds", "cut", "--targets", "train")
+    assert said.status == 2
+    assert "a kind of fault must be able to strike a target, got cut for train" in said.err
+    assert desk.objects() == before
+
+
 def test_a_killed_run_resumes(desk: Desk) -> None:
     process = started(desk)
     process.kill()

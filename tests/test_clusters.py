@@ -371,9 +371,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(*options: str, scheme: str = "tcp") -> Iterator[str]:
-    """Run a scheduler and one worker as processes; yield the scheduler's address."""
-    address = f"{scheme}://127.0.0.1:{free_port()}"
+def served(*options: str, scheme: str = "tcp", at: str = "") -> Iterator[str]:
+    """Run a scheduler and one worker as processes; yield the scheduler's address, `at` if that is given."""
+    address = at or f"{scheme}://127.0.0.1:{free_port()}"
     port = address.rpartition(":")[2]
     scheduler = ["distributed.cli.dask_scheduler", "--host", address.rpartition(":")[0]]
     scheduler += ["--port", port, "--no-dashboard", "--no-jupyter", *options]
@@ -443,6 +443,22 @@ def test_a_worker_that_dies_at_an_address_is_a_lost_learner(tmp_path: Path) -> N
         assert call.is_done(10)
         with pytest.raises(LearnerLost):
             call.result()
+
+
+def test_a_scheduler_that_dies_is_a_lost_learner_and_the_next_call_finds_its_successor(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as first:
+        address = first.enter_context(served())
+        with open_cluster(ClusterSpec("far", address=address), TOPIC) as cluster:
+            call = cluster.call(count_and_hang, str(tmp_path))
+            wait_for(lambda: list(tmp_path.iterdir()), 60)
+            first.close()
+            wait_for(lambda: call.is_done(0.1), 10)
+            with pytest.raises(LearnerLost, match="the scheduler lost the call"):
+                call.result()
+            with served(at=address):
+                assert result_of(cluster, doubled, 21) == 42
 
 
 def test_a_cluster_behind_tls_answers_who_has_a_certificate(certificate: Path) -> None:

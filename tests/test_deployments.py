@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -9,13 +10,16 @@ from datetime import timedelta
 from typing import Any, get_args
 from uuid import uuid4
 
+import httpx
 import pytest
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.runner._deployment_registry import DeploymentRegistry
+from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra import deployments, events
+from infra import automations, deployments, events
 from infra.deployments import RunState
 from infra.services import Services
 from islands.config import RunConfig
@@ -220,6 +224,20 @@ def test_a_runs_state_tells_its_kind_its_message_and_whether_it_is_over() -> Non
         assert deployments.state_of(flow_run).is_over
 
 
+def test_failures_are_those_of_tasks_in_flow_runs_with_all_the_tags() -> None:
+    tags = [f"run:{uuid4().hex}", "island:east"]
+    parameters = {"store": "file:///tmp/runs", "run": "r", "island": "east"}
+    flow_run = deployments.start("island", parameters, tags=tags)
+    assert deployments.failures(tags) == []
+    begun = time.time()
+    for number, kind in enumerate(("COMPLETED", "FAILED", "CRASHED")):
+        task_run = {"task_key": "watch", "dynamic_key": str(number), "flow_run_id": flow_run}
+        request("POST", "/task_runs/", {**task_run, "state": {"type": kind}})
+    failed, crashed = deployments.failures(tags)
+    assert begun - 1 < failed <= crashed < time.time() + 1
+    assert deployments.failures([*tags, "other"]) == []
+
+
 def test_a_run_gets_another_name() -> None:
     flow_run = deployments.start("synchronize", {"store": "file:///tmp/runs", "run": "r"})
     deployments.rename(flow_run, "another name")
@@ -235,7 +253,12 @@ VERBS: dict[str, Callable[[], object]] = {
     "start": lambda: deployments.start("train", {}),
     "state_of": lambda: deployments.state_of(str(uuid4())),
     "living_run": lambda: deployments.living_run("island", ["a"]),
+    "failures": lambda: deployments.failures(["a"]),
     "rename": lambda: deployments.rename(str(uuid4()), "x"),
+    "newest_run": lambda: deployments.newest_run("island", ["a"]),
+    "unfinished_runs": deployments.unfinished_runs,
+    "crashed_runs": deployments.crashed_runs,
+    "set_state": lambda: deployments.set_state(str(uuid4()), RunState("CRASHED")),
 }
 
 
@@ -272,3 +295,55 @@ def test_a_schedule_that_a_person_changed_stays_when_the_flows_are_served_again(
 def test_serving_again_leaves_one_trigger() -> None:
     serve_again("synchronize")
     assert len(request("POST", "/automations/filter", {})) == 1
+
+
+def test_a_serve_process_outlives_an_outage_of_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three looks in a row without an answer would end it, and every flow that trains with it."""
+    look = ScheduledRunPoller._get_and_submit_flow_runs
+    monkeypatch.setattr(ScheduledRunPoller, "_get_and_submit_flow_runs", look)  # as it was, later
+
+    async def nobody() -> None:
+        async with PrefectClient(NOBODY) as client:
+            rest = "limit_manager resolve_starter runs_task_group storage_objs process_manager state_proposer"
+            rest += " hook_runner cancellation_manager get_attempt_conclusion"
+            parts: dict[str, Any] = dict.fromkeys(rest.split())  # not reached without an answer
+            parts |= {"client": client, "deployment_registry": DeploymentRegistry()}
+            poller = ScheduledRunPoller(query_seconds=1, prefetch_seconds=0, **parts)
+            await poller._get_and_submit_flow_runs()
+
+    with pytest.raises(httpx.ConnectError):
+        asyncio.run(nobody())
+    deployments._outlive_outages()
+    asyncio.run(nobody())
+
+
+# --- what has become of them ---
+
+
+def test_what_works_and_what_crashed_is_told_with_its_flow_and_what_it_was_given() -> None:
+    parameters = {"store": "file:///tmp/runs", "run": "r", "island": "east"}
+    flow_run = deployments.start("island", parameters, tags=["mark:1"], name="east of r")
+    assert flow_run not in {run.id for run in deployments.unfinished_runs()}  # nobody began it
+    deployments.set_state(flow_run, RunState("RUNNING", "by hand"))
+    found = next(run for run in deployments.unfinished_runs() if run.id == flow_run)
+    assert (found.flow, found.name, found.parameters) == ("island", "east of r", parameters)
+    assert {"mark:1", automations.TAG} <= set(found.tags)
+    assert found.state == RunState("RUNNING", "by hand")
+    deployments.set_state(flow_run, RunState("CRASHED", "by hand"))
+    assert flow_run in {run.id for run in deployments.crashed_runs("island")}
+    assert flow_run not in {run.id for run in deployments.crashed_runs("train")}
+    deployments.set_state(flow_run, RunState("RUNNING", "it lives"))  # whatever it was before
+    assert deployments.state_of(flow_run) == RunState("RUNNING", "it lives")
+    end(flow_run, StateType.COMPLETED)
+
+
+def test_the_newest_run_is_found_living_or_dead() -> None:
+    tags, parameters = [f"run:{uuid4().hex}"], {"store": "file:///tmp/runs", "run": "r"}
+    assert deployments.newest_run("synchronize", tags) is None
+    first = deployments.start("synchronize", parameters, tags=tags)
+    end(first, StateType.CRASHED, "as it went")
+    assert deployments.newest_run("synchronize", tags) == (first, RunState("CRASHED", "as it went"))
+    second = deployments.start("synchronize", parameters, tags=tags)
+    newest = deployments.newest_run("synchronize", tags)
+    assert newest is not None
+    assert (newest[0], newest[1].kind) == (second, "SCHEDULED")

@@ -147,3 +147,47 @@ def test_a_large_payload_is_paced_chunk_by_chunk(inner: Store) -> None:
         time.sleep(0.01)
     thread.join()
     assert {1, 2, 3, 4} <= seen
+
+
+def test_a_cut_link_refuses_everything_until_its_time_is_over(inner: Store) -> None:
+    inner.create("a", b"1")
+    link = Link(inner, counted=())
+    link.cut(0.5)
+    verbs: list[Callable[[], object]] = [
+        lambda: link.create("b", b"2"),
+        lambda: link.read("a"),
+        lambda: link.list_names(""),
+        lambda: link.delete("a"),
+        lambda: link.sync(""),
+    ]
+    for verb in verbs:
+        with pytest.raises(
+            StoreUnavailable, match=r"the link is cut on purpose for another 0\.\d s"
+        ):
+            verb()
+    link.cut(0.0)  # a shorter one does not shorten it
+    with pytest.raises(StoreUnavailable):
+        link.read("a")
+    time.sleep(0.6)
+    assert link.read("a") == b"1"
+    assert inner.list_names("") == ["a"]
+
+
+def test_a_full_disk_refuses_only_what_creates(inner: Store) -> None:
+    inner.create("a", b"1")
+    link = Link(inner, counted=())
+    link.fill(600.0)
+    with pytest.raises(StoreUnavailable, match="cannot create b: no space left, on purpose"):
+        link.create("b", b"2")
+    assert link.read("a") == b"1"
+    link.delete("a")
+    assert link.list_names("") == []
+
+
+def test_what_waits_for_its_bytes_to_pass_is_refused_too_once_the_link_is_cut(inner: Store) -> None:
+    """50,000 bytes at 100,000 a second take 0.5 s; the link is cut after 0.1 s for a minute."""
+    link = paced(inner, 100_000)
+    threading.Timer(0.1, link.cut, (60.0,)).start()
+    with pytest.raises(StoreUnavailable, match="cut on purpose"):
+        link.create("payloads/a", bytes(50_000))
+    assert inner.list_names("") == []

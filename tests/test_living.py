@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -193,6 +194,27 @@ def require_balance_of_one(run: Run) -> None:
     found = verify(run.store_url, run.run_id)
     assert [problem for problem in found.problems if problem.name != names.FINISHED] == []
     assert all(row.imbalance == 0 for row in found.rows)
+
+
+def test_a_life_whose_clock_jumps_by_a_day_and_back_trains_its_share_and_balances(
+    tmp_path: Path, merging: Start
+) -> None:
+    run = solo(tmp_path, "total_tokens=8_000")
+    synchronizer = merging(run)
+    jumps = itertools.cycle([0.0, 86_400.0, -3_600.0, -86_400.0])
+    life = Life(
+        run,
+        NAME,
+        records.new_attempt,
+        stamp=lambda: time.time() + next(jumps),
+        tell=lambda message: None,
+    )
+    try:
+        assert life.train(60.0).outcome == "left"
+    finally:
+        life.close()
+    synchronizer.finish()
+    require_sound(run)
 
 
 # --- stops ---

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from islands.merging import (
+    MOST_SAMPLED,
     Folded,
+    Sample,
+    cosines,
     fold,
     nesterov_step,
     radial_directional_mean,
@@ -360,6 +363,39 @@ def test_the_fold_needs_one_fragment_of_memory_however_many_learners(num_learner
     finally:
         tracemalloc.stop()
     assert peak_bytes <= 1.4 * 4 * num_elements
+
+
+# --- who points where
+
+
+def test_a_cosine_is_to_the_weighted_mean_direction_of_the_others() -> None:
+    # West (4, 0) points along x, east (0, 3) along y, north (-5, 0) against x; shares 1/2, 1/4, 1/4.
+    rows = np.stack([vector(4, 0), vector(0, 3), vector(-5, 0)])
+    # The others of west: (0, 1/4) + (-1/4, 0). Of east: (1/2, 0) - (1/4, 0). Of north: (1/2, 0) + (0, 1/4).
+    west, east, north = cosines(rows, [0.5, 0.25, 0.25])
+    assert west == pytest.approx(-1 / math.sqrt(2))
+    assert east == pytest.approx(0.0)
+    assert north == pytest.approx(-2 / math.sqrt(5))
+
+
+def test_there_is_no_cosine_where_there_is_nothing_to_compare() -> None:
+    assert cosines(np.stack([vector(1, 2)]), [1.0]) == (None,)
+    nothing, something = cosines(np.stack([vector(0, 0), vector(1, 2)]), [0.5, 0.5])
+    assert (nothing, something) == (None, None)
+    # The others of the third cancel; what is not finite is left out and spoils nobody's.
+    rows = np.stack([vector(1, 0), vector(-1, 0), vector(0, 1), vector(math.inf, 0)])
+    assert cosines(rows, [0.25] * 4)[2:] == (None, None)
+
+
+def test_the_fold_samples_the_same_elements_however_it_is_cut_into_chunks() -> None:
+    size = 3 * MOST_SAMPLED  # so every third element
+    layout = layout_of((size // 2, "rda"), (size // 2, "mean"))
+    deltas = [delta + np.float32(0.3) for delta in random_deltas(layout, 3)]
+    whole = folded(layout, deltas, [1, 2, 3], size).cosines
+    assert whole == folded(layout, deltas, [1, 2, 3], 1000).cosines
+    assert whole == cosines(np.stack([delta[::3] for delta in deltas]), shares([1, 2, 3]))
+    assert Sample(1, 2 * MOST_SAMPLED).rows.shape == (1, 2731)  # every third: an odd stride
+    assert Sample(1, 100).rows.shape == (1, 100)
 
 
 @pytest.mark.parametrize(("size", "chunk"), [(0, 3), (1, 3), (3, 3), (7, 3)])

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra.link import Link
 from islands import names
+from islands.chaos import FOLDER, Fault, Strike
 from islands.types import LearnerLost, Position
 from tasks import collecting, history, records, stopping
+from tasks.enduring import Endured
 from tasks.local import Driver
 from tasks.receiving import Arrived, Receiver, arrived_from, newest_version
 from tasks.runs import Run
@@ -409,3 +412,20 @@ def test_close_does_not_wait_out_a_pause(tmp_path: Path, opened: Opened) -> None
     begun = time.monotonic()
     receiver.close()
     assert time.monotonic() - begun < 0.4
+
+
+def test_what_else_is_looked_after_as_often_as_a_reason_to_end(
+    tmp_path: Path, opened: Opened
+) -> None:
+    """A strike against this island's link is seen within seconds, and the reason to end after the cut is over."""
+    driver = advanced(tmp_path, 1)
+    post = opened(driver.run, bases_of(driver.run, 1))
+    link = Link(driver.run.store, counted=())
+    post.run = replace(post.run, store=link)
+    receiver = post.open()
+    receiver.also = Endured(post.run, NAME, link).look
+    strike = Strike(Fault("cut", island=NAME, after_seconds=0.0, seconds=1.0), "", 0.0, "m", 0)
+    records.write(driver.run.store, names.numbered(FOLDER, 0), strike.to_json())
+    wait_for(lambda: any("cut on purpose" in str(one["text"]) for one in post.told))
+    stopping.ask(driver.run, is_stop=True, reason="test", mark="x")
+    wait_for(lambda: receiver.reason == "stopped")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from islands import names
 from islands.timeline import Axis
 from islands.types import ConfigError, IslandsError, Position
 from tasks import records
+from tasks.blows import Blow
 from tasks.evidence import Row, Verification
 from tasks.reporting import FragmentStatus, IslandStatus, Status, status
 from tasks.runs import Run
@@ -293,6 +295,24 @@ def test_twenty_thousand_merges_or_many_islands_still_fit_a_page(
     assert f"{num_merges - drawn:,} of {num_merges:,} merges" in note
     assert f" of {num_merges * num_islands:,} adoptions" in note
     assert f"{num_merges:,}" in page.texts("b")
+
+
+def test_a_fault_on_purpose_is_a_mark_on_whom_it_met_as_long_as_it_lasted() -> None:
+    """Axis of 101 s: its marks lie from 2.4 % on, 96.4 / 101 % a second."""
+    plain = synthetic(100, ["east", "west"])
+    assert not rendered(plain)[1].of_class("blow")
+    blows = (
+        Blow("west", "west's learner: <b> stands still", 50.5, 10.1),
+        Blow("", "train: SIGKILL to process 7", 0.0, 0.0),
+    )
+    _, page = rendered(replace(plain, blows=blows))
+    marks = page.of_class("blow")
+    places = [(mark["x"], mark["y"]) for mark in marks if "x" in mark]
+    assert places == [("50.60%", "58"), ("50.60%", "73"), ("2.40%", "129")]  # 56 a lane; two lanes
+    assert next(mark["width"] for mark in marks if "width" in mark) == "9.64%"
+    titles = page.texts("title")
+    assert "west's learner: <b> stands still\nat 50.5 s, on purpose" in titles
+    assert any("a fault on purpose" in item for item in page.texts("li"))
 
 
 def test_thinning_leaves_marks_of_every_fragment_and_the_newest_of_each() -> None:

@@ -172,12 +172,14 @@ def test_all_who_look_at_about_the_same_time_ring_with_one_key(tmp_path: Path) -
     assert other.look(now=-1e6 + 18.0) == rings[0]
 
 
-def test_the_key_changes_with_every_whole_interval_that_nobody_answers(tmp_path: Path) -> None:
+def test_the_key_changes_with_every_interval_that_nobody_answers_each_longer_than_the_last(
+    tmp_path: Path,
+) -> None:
     bell = Bell(waiting(tmp_path))
-    moments = (0.0, RING_SECONDS - 0.1, RING_SECONDS, 2 * RING_SECONDS - 0.1, 2 * RING_SECONDS)
+    moments = (0.0, 9.9, 10.0, 29.9, 30.0, 69.9, 70.0)
     rings = [bell.look(now=7.0 + moment) for moment in moments]
-    assert [ring.num_intervals for ring in rings if ring] == [0, 0, 1, 1, 2]
-    assert len({ring.key for ring in rings if ring}) == 3
+    assert [ring.num_intervals for ring in rings if ring] == [0, 0, 1, 1, 2, 2, 3]
+    assert len({ring.key for ring in rings if ring}) == 4
 
 
 def test_the_key_changes_when_the_synchronizer_that_answered_dies_before_its_first_merge(

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -549,6 +550,25 @@ def test_prefect_and_mlflow_start_on_other_ports_than_taken_ones_and_are_gone_af
         for url in (found.prefect_url, found.mlflow_url):
             with pytest.raises(OSError, match="refused"):
                 get(url)
+
+
+@NEEDS_SERVICES
+def test_the_database_of_a_prefect_server_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its variables say is what Prefect understands: by itself it would keep flow runs and their logs for ever."""
+    from prefect.settings import Settings
+
+    for name, value in services.prefect_server(tmp_path, 1).variables.items():
+        monkeypatch.setenv(name, value)
+    server = Settings().server
+    vacuum = server.services.db_vacuum
+    assert vacuum.enabled_vacuum_types == {"events", "flow_runs", "orphans"}
+    assert vacuum.loop_seconds == 600
+    assert vacuum.retention_period == timedelta(days=7)
+    assert server.events.retention_period == timedelta(days=1)
+    heartbeats = vacuum.event_retention_overrides["prefect.flow-run.heartbeat"]
+    assert heartbeats == timedelta(hours=1)
 
 
 @NEEDS_SERVICES

@@ -15,12 +15,13 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from infra import automations
 from infra.deployments import RunState
 from infra.services import Services
 from islands import names
 from islands.sections import PipelineConfig
 from islands.types import StoreLost, StoreUnavailable
-from tasks import history, records, stopping, supervising
+from tasks import history, joining, records, stopping, supervising, trainers
 from tasks.clockwork import Kind
 from tasks.local import Driver
 from tasks.ringing import RING_SECONDS, Ring
@@ -106,6 +107,40 @@ def test_an_island_whose_flow_fails_is_started_again_up_to_the_limit_then_writte
     assert records.departed(run.store) == {"east"}
     ticked(supervisor)
     assert len(all_of(run)) == 3 + 2
+    assert supervisor.outlook() == "goes on"
+
+
+@pytest.mark.slow
+def test_a_spare_is_started_when_another_leaves_early_and_before_the_run_counts_as_left(
+    tmp_path: Path, prefect_api: Services
+) -> None:
+    spare = '[[islands]]\nname = "south"\nspare = true\n'
+    run = runs.start(runs.tiny_config(tmp_path, text=runs.TINY + spare)).run
+    supervisor = Supervisor(run, LOG)
+    assert supervisor.outlook() == "goes on"
+    assert set(ticked(supervisor)) == set(ISLANDS)
+    for island in ISLANDS:
+        write(run, island)
+    assert supervisor.outlook() == "goes on"
+    assert set(ticked(supervisor)) == {*ISLANDS, "south"}
+    assert len(all_of(run)) == 4
+    assert supervisor.run.own_tokens("south") == 4_000
+    write(run, "south")
+    assert supervisor.outlook() == "left"
+
+
+@pytest.mark.slow
+def test_who_was_cancelled_and_asked_to_leave_is_written_off(
+    tmp_path: Path, prefect_api: Services
+) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    supervisor = Supervisor(run, LOG)
+    end(ticked(supervisor)["east"], StateType.CANCELLED)
+    ticked(supervisor)
+    assert records.departed(run.store) == frozenset()
+    joining.leave(run, "east")
+    ticked(supervisor)
+    assert records.departed(run.store) == {"east"}
     assert supervisor.outlook() == "goes on"
 
 
@@ -299,7 +334,7 @@ def test_a_synchronizer_is_started_where_the_islands_rings_go_unanswered(
     for now in (RING_SECONDS, RING_SECONDS + 1):
         supervisor._watch_quorum(now)
         assert [parameters["ring"] for parameters in synchronizers(run)] == ["r-m0-n0-k1"]
-    supervisor._watch_quorum(2 * RING_SECONDS)
+    supervisor._watch_quorum(3 * RING_SECONDS)
     assert len(synchronizers(run)) == 2
 
 
@@ -386,6 +421,56 @@ def test_a_flow_run_taken_over_that_shows_no_sign_of_life_is_replaced(
     found = ticked(second)
     assert found["east"] != first["east"]
     assert found["west"] == first["west"]
+
+
+@pytest.mark.slow
+def test_a_crash_by_silence_replaces_an_island_only_if_the_store_knows_nothing_of_it_either(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage of Prefect's, every living flow run may count as silent."""
+    supervisor = Supervisor(run, LOG)
+    first = ticked(supervisor)
+    for island in ("east", "west"):
+        end(first[island], StateType.CRASHED, automations.SILENT)
+    assert ticked(supervisor) == first
+    assert ticked(Supervisor(run, LOG)) == first
+    assert not supervisor.are_all_away()
+    history.register(run, "west", records.new_attempt, stamp=time.time)  # this one lives
+    monkeypatch.setattr(supervising, "_DOUBT_SECONDS", 0.0)
+    update = {"pipeline": PipelineConfig(checkpoint_seconds=0.01)}
+    supervisor.run = replace(run, config=run.config.model_copy(update=update))
+    found = ticked(supervisor)
+    assert found["east"] != first["east"]
+    assert found["west"] == first["west"]
+
+
+# --- two of them ---
+
+
+@pytest.mark.slow
+def test_two_that_look_after_a_run_at_once_replace_an_island_by_one_flow_run(run: Run) -> None:
+    one, other = Supervisor(run, LOG), Supervisor(run, LOG)
+    first = ticked(one)
+    assert ticked(other) == first
+    end(first["east"], StateType.CRASHED)
+    assert ticked(one)["east"] == ticked(other)["east"] != first["east"]
+    assert len(all_of(run)) == 4
+    end(one.posts["east"].flow_run, StateType.CRASHED)
+    third = ticked(Supervisor(run, LOG))["east"]  # a later one, which has seen nothing of this
+    assert third == ticked(one)["east"] == ticked(other)["east"]
+    assert len(all_of(run)) == 5
+
+
+def test_a_later_train_relieves_an_earlier_one(tmp_path: Path) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    numbers = [
+        trainers.enlist(run, name, records.new_attempt, stamp=time.time) for name in ("a", "b")
+    ]
+    outlooks = [Supervisor(run, LOG, number).outlook() for number in numbers]
+    assert outlooks == ["superseded", "goes on"]
+    supervising.ask_all_to_stop(run, "a test")
+    outlooks = [Supervisor(run, LOG, number).outlook() for number in numbers]
+    assert outlooks == ["superseded", "stopped"]
 
 
 @pytest.mark.slow

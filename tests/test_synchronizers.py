@@ -302,6 +302,35 @@ def test_an_islands_clock_changes_no_byte_of_what_is_merged(tmp_path: Path, at: 
     assert heads(run) == expected
 
 
+def test_a_synchronizers_clock_that_jumps_changes_no_byte_of_what_it_merges(tmp_path: Path) -> None:
+    """Summer time ends, then somebody sets the clock a day ahead, all within one look."""
+    driver = until_due(tmp_path, "memory://jumps")
+    run = driver.run
+    expected = fold_alone(run)
+    jumps = iter([0.0, -3_600.0, 86_400.0, -86_400.0] * 100)
+    Synchronizer(run, attempts("z"), stamp=lambda: 1.7e9 + next(jumps)).poll(now=1e9)
+    assert heads(run) == expected
+    assert verify(run.store_url, run.run_id).problems == []
+
+
+def test_a_synchronizer_that_slept_for_ten_minutes_merges_once_and_expires_nobody(
+    tmp_path: Path,
+) -> None:
+    driver = until_due(tmp_path, "memory://ten-minutes")
+    run = driver.run
+    before = {p.index: records.find_head(run.store, p.index)[0].version for p in run.layouts}
+    synchronizer = Synchronizer(run, attempts("z"), stamp=float)
+    num_early = len(synchronizer.poll(now=100.0).published)
+    published = synchronizer.poll(now=700.0).published
+    assert num_early + len(published) > 0
+    assert synchronizer.poll(now=700.1).published == ()
+    assert {p: version for p, version in published if version > before[p] + 1} == {}
+    assert refusals(run) == {}
+    assert verify(run.store_url, run.run_id).problems == []
+    finished = runs.finish(runs.reopen(run))
+    assert verify(finished.store_url, finished.run_id).problems == []
+
+
 def fold_alone(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:
     """Return the heads one synchronizer makes of what the store holds, and take them back."""
     kept = runs.objects(run)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from islands import names
+from islands.chaos import Fault, Strike
 from islands.sealing import seal, unseal
-from islands.timeline import Stamp, axis_of, track_of
+from islands.timeline import Axis, Stamp, axis_of, track_of
 from tasks import records
+from tasks.blows import Blow, blows_of
 from tasks.local import Driver
 from tasks.runs import Run
 from tasks.timeline import read_timeline
@@ -104,6 +106,23 @@ def test_a_clock_a_day_off_is_moved_onto_the_synchronizers() -> None:
 def test_a_push_that_waits_long_for_its_merge_is_no_broken_clock() -> None:
     merges = stamps("", *(NOON + 100 * i for i in range(10)))
     assert axis_of(merges, {"west": [-90.0] * 5}).shifts == {}
+
+
+def test_a_strike_lies_where_its_stamp_does_and_lasts_no_longer_than_the_axis() -> None:
+    axis = Axis(1.75e9, 100.0, False, {}, 0, 0)
+    faults = (
+        Fault("stop", island="west", after_seconds=1.0, seconds=7.0),
+        Fault("stop", "train", after_seconds=1.0, seconds=90.0),
+        Fault("kill", "train", step=3, island="west"),
+    )
+    strikes = [
+        Strike(fault, "told", 1.75e9 + at, "m", 0)
+        for fault, at in zip(faults, (40.0, 40.0, 100.5), strict=True)
+    ]
+    assert list(blows_of(axis, strikes)) == [
+        Blow("west", "told", 40.0, 7.0),
+        Blow("", "told", 40.0, 60.0),
+    ]
 
 
 def test_a_step_between_two_records_lies_between_them_in_proportion() -> None:

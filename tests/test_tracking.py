@@ -17,6 +17,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,10 @@ from infra.tracking import (
     open_tracker,
     recall,
 )
-from islands import metrics
+from islands import metrics, names, vitals
+from islands.chaos import Fault, Strike
 from islands.config import parse_config
+from islands.limits import HealthConfig
 from islands.types import ConfigError
 from islands.versions import Commit
 from tasks import evaluating, records, scores, tracking
@@ -137,16 +140,19 @@ def expected(run: Run) -> dict[str, dict[str, Counter[Row]]]:
     rates = {i.name: float(i.batch_size * run.config.model.context) for i in run.config.islands}
     points: list[metrics.Point] = []
     heads = [records.require_commit(run.store, layout.index, 0)[0] for layout in run.layouts]
+    rows: list[list[Commit]] = [[] for _ in heads]
     commits = [commit for p in range(len(heads)) for commit in lineage(run, p)]
     for commit in sorted(commits, key=lambda commit: (commit.at, commit.fragment, commit.version)):
         points += metrics.points_of(commit, heads, rates)
+        rows[commit.fragment].append(commit)
+        points += vitals.window_points(rows[commit.fragment][-vitals.WINDOW :], heads)
         heads[commit.fragment] = commit
     for score in scores.evaluations(run, ()):
         points += metrics.evaluation_points(score)
     found: dict[str, dict[str, Counter[Row]]] = {}
     for p in set(points):
-        rows = found.setdefault(p.run, {}).setdefault(p.key, Counter())
-        rows[p.step, int(p.at * 1000), p.value] += 1
+        told = found.setdefault(p.run, {}).setdefault(p.key, Counter())
+        told[p.step, int(p.at * 1000), p.value] += 1
     assert len(points) > 100
     return found
 
@@ -207,8 +213,28 @@ def test_a_finished_run_is_told_whole(server: Server, experiment: str, finished:
     assert parent.data.params["sync.period_steps"] == "6"
     assert parent.data.params["islands.north.speed"] == "0.7"
     assert parent.data.tags["diloco.quorum"] == "2"
+    assert parent.data.tags["diloco.health"] == ""
+    assert "health/cosine" in parts["island/east"].data.metrics
     assert parent.data.tags["diloco.software.torch"] == finished.facts["software"]["torch"]
     assert parts["island/east"].data.tags["diloco.region"] == "local"
+
+
+def test_what_is_wrong_with_a_run_is_a_tag_that_follows_it(
+    server: Server, experiment: str, tmp_path: Path
+) -> None:
+    run = train(tiny_config(tmp_path, "total_tokens=9_000", "sync.period_steps=3"))
+    tracker = RunTracker(run, open_tracker(server.uri), experiment)
+
+    def tag() -> str:
+        tracker.pass_once()
+        return runs_of(server.uri, experiment)["run"].data.tags["diloco.health"]
+
+    assert tag() == ""
+    sick = run.config.model_copy(update={"health": HealthConfig(max_loss_gap=1e-9)})
+    tracker.run = replace(run, config=sick)
+    assert tag() == "apart east, apart north, apart west"
+    tracker.run = run
+    assert tag() == ""
 
 
 def test_configuration_and_figures_lie_beside_the_parent(
@@ -236,6 +262,25 @@ def test_a_run_without_evaluations_and_merges_is_tracked_too(
     parts = runs_of(server.uri, experiment)
     assert {run.info.status for run in parts.values()} == {"RUNNING"}
     assert files_of(server.uri, parts["run"], "figures")
+
+
+def test_faults_on_purpose_are_counted_over_merged_tokens_and_told_in_a_tag(
+    server: Server, experiment: str, tmp_path: Path
+) -> None:
+    run = start(tiny_config(tmp_path)).run
+    for number, told in enumerate(("west's learner: gone", "train: gone")):
+        fault = Fault("kill", "train", after_seconds=1.0)
+        strike = Strike(fault, told, 1.75e9 + number, f"m{number}", 1_000 * number)
+        records.write(run.store, names.numbered("chaos", number), strike.to_json())
+    assert track(run, server.uri, experiment=experiment) == 2
+    track(run, server.uri, experiment=experiment)
+    assert logged(server.uri, experiment)["run"] == {
+        "chaos/faults": Counter(
+            {(0, 1_750_000_000_000, 1.0): 1, (1_000, 1_750_000_001_000, 2.0): 1}
+        )
+    }
+    tags = runs_of(server.uri, experiment)["run"].data.tags
+    assert tags["diloco.chaos"] == "west's learner: gone; train: gone"
 
 
 # --- once each ------------------------------------------------------------------------------------

@@ -137,3 +137,31 @@ def test_a_replay_finds_a_version_that_does_not_follow(kept: Run) -> None:
     assert any(
         problem.name == name and "do not follow" in problem.text for problem in found.problems
     )
+
+
+def test_a_replay_finds_a_cosine_that_is_another(kept: Run) -> None:
+    from dataclasses import replace as changed
+
+    from islands import names
+    from tasks import records
+
+    head, _ = records.find_head(kept.store, 0)
+    shared, _ = next(
+        found
+        for version in range(head.version, 0, -1)
+        if len((found := records.require_commit(kept.store, 0, version))[0].consumed) > 1
+    )
+    assert all(entry.cosine is not None for entry in shared.consumed)
+    name = names.version(0, shared.version)
+    original = kept.store.read(name)
+    kept.store.delete(name)
+    first, *rest = shared.consumed
+    records.write(
+        kept.store,
+        name,
+        changed(shared, consumed=(changed(first, cosine=0.125), *rest)).to_json(),
+    )
+    found = verify(kept.store_url, kept.run_id)
+    replay_into(kept, found, watch=lambda done: None)
+    replace(kept, name, original)
+    assert any(p.name == name and "cosine is 0.125" in p.text for p in found.problems)

@@ -168,7 +168,8 @@ class Bench:
 
 def cpu_learner(run: Run) -> Learner:
     model = build_model(building.model_shape(run.config), run.config.seed)
-    return building.assemble(run.config, "east", model, run.layouts, total_tokens=10**9)
+    schedule = building.schedule_of(run.config, 10**9)
+    return building.assemble(run.config, "east", model, run.layouts, schedule=schedule)
 
 
 def are_equal(one: LearnerState, other: LearnerState) -> bool:
@@ -224,7 +225,8 @@ def starts_alike(run: Run, heads: list[Base], bench: Bench) -> bool:
     config = run.config.model_copy(update={"inner": inner})
     device = run.island("east").device
     model = build_model(building.model_shape(config), config.seed).to(device)
-    plain = building.assemble(config, "east", model, run.layouts, total_tokens=10**9, device=device)
+    schedule = building.schedule_of(config, 10**9)
+    plain = building.assemble(config, "east", model, run.layouts, schedule=schedule, device=device)
     plain.begin(heads, incarnation=0)
     expected = Bench(run, plain).step()
     return abs(bench.step() - expected) < 0.02 * expected

@@ -1,0 +1,203 @@
+"""Benchmark `chaos`: one plan of deaths against the pipeline, and against elastic and non-elastic data-parallel jobs.
+
+Four islands on this machine, one of them killed by SIGKILL every 20 s, everybody once in a seeded order before anybody
+twice. All arms train the same model on the same text with the same batch, have warm spares, and run one after another,
+for as long as the pipeline takes.
+
+    goodput = seconds in training steps that were not rolled back / (islands * seconds)
+
+In every arm a step is what a learner computes: batch, forward, backward, optimizer (the pipeline's steps include its
+adoptions). Waiting in an all-reduce is none. Seconds count from when every island is at work; for the pipeline until
+the first island has trained its share. Spares are allocated to nobody. Prefect and MLflow run beside the pipeline
+only; links are loopback, without a cap.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from islands.goodput import (
+    Trace,
+    kept_within,
+    mean_at_work,
+    seconds_to_resume,
+    steps_within,
+    uptime,
+)
+from tasks.figures import Measured, Order, Table, Target, ratio_or_none
+from tasks.kill_plan import ISLANDS, Plan
+
+DECOUPLED, ELASTIC, RIGID = "decoupled", "elastic", "data_parallel"
+DEFINITIONS = {
+    "goodput": "seconds in training steps that were not rolled back / (islands * seconds); "
+    "waiting in an all-reduce is no step, spares are allocated to nobody",
+    "merged_share": "merged / trained tokens: goodput counts steps too that an adoption overwrote later",
+    "kept_tokens_per_second": "tokens of the steps that goodput counts, all islands together",
+    "uptime": "share of the time in which at least one island trains",
+    "live": "islands that train, mean over the time",
+    "contributing": "learners in a merge, mean over the merges",
+    "quorum": "learners that a merge needs",
+    "detect_s": "SIGKILL to the failure of the Prefect task that watches the learner",
+    "resume_s": "SIGKILL to the first step of the island's next life",
+    "merged_again_s": "SIGKILL to the first version with work of that life",
+    "lost": "tokens without a fate in verify's ledger",
+    "double_counted": "tokens with two fates in verify's ledger",
+    "checkpoint_percent": "processor seconds of a checkpoint / seconds between two",
+    "data_parallel": "not elastic: a death ends the job; new processes begin from the last checkpoint",
+    "elastic": "survivors re-form at once with the spare; the step under way is lost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What the pipeline's arm showed. Waits in seconds, one per death; losses in bits per byte.
+
+    `contributing`: learners in each merge. `problems`: what `verify` found, its replay included.
+    """
+
+    trace: Trace
+    detect: Sequence[float]
+    merged_again: Sequence[float]
+    contributing: Sequence[int]
+    quorum: int
+    lost: int
+    double_counted: int
+    problems: Sequence[str]
+    merged_share: float
+    loss: float
+    loss_in_peace: float
+    checkpoint_percent: float
+
+
+def measure(order: Order) -> Measured:
+    """Return goodput and recovery of all arms, and what the deaths cost the pipeline's model."""
+    plan = Plan() if order.tokens is None else Plan(tokens=order.tokens)
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-chaos-") as name,
+        order.progress("arms", 4) as advance,
+    ):
+        folder = Path(name)
+        with order.services():
+            from tasks import killing  # Prefect, which reads its address when it is imported
+
+            killed = killing.train_killed(plan, folder)
+            advance(1, DECOUPLED)
+            peaceful = killing.train_in_peace(plan, folder)
+            advance(2, "the same without deaths")
+        ours = killing.look_back(plan, killed, peaceful)
+        traces = {DECOUPLED: ours.trace}
+        for number, arm in enumerate((ELASTIC, RIGID), start=3):
+            traces[arm] = killing.train_jointly(
+                plan, killed, folder / arm, is_elastic=arm == ELASTIC
+            )
+            advance(number, arm)
+    return report(plan, ours, traces)
+
+
+def report(plan: Plan, ours: Pipeline, traces: Mapping[str, Trace]) -> Measured:
+    """Return the figures and targets of all arms; `traces` by arm, the pipeline's among them."""
+    figures: dict[str, Any] = {}
+    arms = {arm: _arm_figures(trace, plan) for arm, trace in traces.items()}
+    for key in ("goodput", "uptime", "resume_s", "resume_s_max"):
+        figures[key] = arms[DECOUPLED][key]
+        figures |= {f"{key}_{arm}": arms[arm][key] for arm in (ELASTIC, RIGID)}
+    for arm in (ELASTIC, RIGID):
+        figures[f"goodput_over_{arm}"] = ratio_or_none(figures["goodput"], arms[arm]["goodput"])
+    for key, waits in (("detect_s", ours.detect), ("merged_again_s", ours.merged_again)):
+        figures |= {key: _median(waits), f"{key}_max": max(waits, default=None)}
+    figures |= {
+        "period_s": plan.period_steps * arms[DECOUPLED]["step_s"],
+        "lost": ours.lost,
+        "double_counted": ours.double_counted,
+        "problems": list(ours.problems),
+        "num_problems": len(ours.problems),
+        "merged_share": ours.merged_share,
+        "loss": ours.loss,
+        "loss_without_deaths": ours.loss_in_peace,
+        "loss_gap_percent": 100 * (ours.loss / ours.loss_in_peace - 1),
+        "checkpoint_percent": ours.checkpoint_percent,
+        "participation": {
+            "live": arms[DECOUPLED]["live"],
+            "contributing": statistics.fmean(ours.contributing),
+            "quorum": ours.quorum,
+        },
+    }
+    for key in ("live", "step_s", "kept_tokens_per_second", "kills"):
+        figures[f"{key}_by_arm"] = {arm: found[key] for arm, found in arms.items()}
+    figures |= {"seconds": ours.trace.window.seconds, "definitions": DEFINITIONS}
+    return Measured(figures, _targets(figures), _table(figures, arms))
+
+
+def _arm_figures(trace: Trace, plan: Plan) -> dict[str, Any]:
+    """Return what is told of every arm."""
+    window, works = trace.window, trace.works
+    kept = kept_within(works, window)
+    num_steps = steps_within(works, window)
+    lasting = max(0.0, kept - trace.rolled_back_seconds)
+    waits = seconds_to_resume(works, trace.kills)
+    rate = num_steps * plan.batch_size * plan.model.context / window.seconds
+    return {
+        "goodput": lasting / (len(ISLANDS) * window.seconds),
+        "uptime": uptime(works, window),
+        "live": mean_at_work(works, window),
+        "resume_s": _median(waits),
+        "resume_s_max": max(waits, default=None),
+        "step_s": kept / num_steps,
+        "kept_tokens_per_second": rate * lasting / kept,
+        "kills": len(trace.kills),
+    }
+
+
+def _targets(figures: Mapping[str, Any]) -> tuple[Target, ...]:
+    after_a_period = _number(figures["merged_again_s_max"]) - figures["period_s"]
+    return (
+        Target("goodput", figures["goodput"], ">=", 0.88),
+        Target("goodput_over_elastic", _number(figures["goodput_over_elastic"]), ">=", 1.4),
+        Target(
+            "goodput_over_data_parallel", _number(figures["goodput_over_data_parallel"]), ">=", 3.0
+        ),
+        Target("loss_gap_percent", figures["loss_gap_percent"], "<=", 1.0),
+        Target("merged_again_s_max - period_s", after_a_period, "<=", 15.0),
+        Target("lost", figures["lost"], "<=", 0),
+        Target("double_counted", figures["double_counted"], "<=", 0),
+        Target("num_problems", figures["num_problems"], "<=", 0),
+        Target("checkpoint_percent", figures["checkpoint_percent"], "<=", 2.0),
+    )
+
+
+def _table(figures: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -> Table:
+    rows = [
+        (key, *(_shown(arms[arm][key]) for arm in (DECOUPLED, ELASTIC, RIGID)))
+        for key in arms[DECOUPLED]
+    ]
+    rows += [
+        (key, _shown(figures[key]), "", "")
+        for key in (
+            *("detect_s", "detect_s_max", "merged_again_s", "merged_again_s_max", "period_s"),
+            *("lost", "double_counted", "num_problems", "merged_share"),
+            *("loss", "loss_without_deaths", "loss_gap_percent", "checkpoint_percent"),
+        )
+    ]
+    told = figures["participation"]
+    rows += [(key, _shown(told[key]), "", "") for key in ("contributing", "quorum")]
+    return Table(("figure",), (DECOUPLED, ELASTIC, RIGID), tuple(rows))
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.3f}"
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
