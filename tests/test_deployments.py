@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.runner._deployment_registry import DeploymentRegistry
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
+from prefect.server.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra import automations, deployments, events
@@ -152,6 +154,24 @@ def test_evaluate_runs_on_a_schedule_and_nothing_else_does() -> None:
     (schedule,) = scheduled["evaluate"]
     assert schedule.active
     assert schedule.schedule.model_dump()["interval"] == timedelta(seconds=300)
+
+
+@pytest.mark.parametrize(
+    "day", [datetime(2026, 3, 28, tzinfo=UTC), datetime(2026, 10, 24, tzinfo=UTC)]
+)
+def test_a_schedule_has_one_run_per_slot_on_the_days_on_which_summer_time_begins_and_ends(
+    day: datetime,
+) -> None:
+    """The interval it is made with, and a daily 02:30 in Berlin, as a person may set on the page."""
+    (ours,) = deployments._deployment("evaluate", {}, 300).schedules
+    assert ours.schedule is not None
+    interval = IntervalSchedule(**ours.schedule.model_dump())
+    slots = asyncio.run(interval.get_dates(600, day))
+    seconds = {(later - earlier).total_seconds() for earlier, later in pairwise(slots)}
+    assert seconds == {300}
+    nightly = CronSchedule(cron="30 2 * * *", timezone="Europe/Berlin")
+    nights = asyncio.run(nightly.get_dates(4, day))
+    assert [night.day - day.day for night in nights] == [0, 1, 2, 3]
 
 
 # --- starting ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -22,9 +22,10 @@ class Sample:
     other: Position | None
     rows: tuple[tuple[int, int], ...]
     totals: Mapping[str, tuple[int, int]]
+    kind: Literal["kill", "stop"]
 
 
-SAMPLE = Sample("east", 3, 0.5, Position(0, 7), None, ((1, 2), (3, 4)), {"late": (1, 20)})
+SAMPLE = Sample("east", 3, 0.5, Position(0, 7), None, ((1, 2), (3, 4)), {"late": (1, 20)}, "stop")
 PLAIN: dict[str, Any] = {
     "name": "east",
     "count": 3,
@@ -33,6 +34,7 @@ PLAIN: dict[str, Any] = {
     "other": None,
     "rows": [[1, 2], [3, 4]],
     "totals": {"late": [1, 20]},
+    "kind": "stop",
 }
 
 
@@ -71,6 +73,8 @@ def test_a_float_may_be_written_without_a_fraction_and_need_not_be_finite() -> N
         ("rows", [[1, []]]),
         ("totals", [["late", [1, 20]]]),
         ("totals", {"late": [1]}),
+        ("kind", "slow"),
+        ("kind", ["stop"]),
     ],
 )
 def test_a_value_of_another_type_is_refused(field: str, value: object) -> None:
