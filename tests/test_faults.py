@@ -28,6 +28,7 @@ from tasks import (
     exchanging,
     history,
     records,
+    returning,
     stopping,
 )
 from tasks.clockwork import Kind
@@ -120,7 +121,7 @@ def _exchange(run: Run) -> tuple[Exchange, Any]:
     past = history.register(run, ISLAND, records.new_attempt, stamp=float)
     link = exchanging.link_of(run, ISLAND, past.last)
     learner = building.build_learner(run, ISLAND)
-    owed = exchanging.take_up(run, learner, past, exchanging.fetch_heads(run))
+    owed = returning.take_up(run, learner, past, exchanging.fetch_heads(run))
     exchange = Exchange(
         run,
         ISLAND,
