@@ -52,9 +52,9 @@ fetch_delay_steps = 0.5
 """
 # Long enough for a full window, and nobody late.
 CALM = (
-    "total_tokens=10_500",
+    "total_tokens=3_600",
     "sync.num_fragments=2",
-    "sync.period_steps=4",
+    "sync.period_steps=2",
     "islands.north.speed=1.0",
     "islands.west.start_steps=0",
     "islands.west.fetch_delay_steps=0",

@@ -20,7 +20,7 @@ from tasks.runs import Run
 from tests import runs
 
 pytest_plugins = ["tests.prefect_server"]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LOG = logging.getLogger("tests.alarm")
 
 

@@ -229,9 +229,9 @@ def test_what_is_wrong_with_a_run_is_a_tag_that_follows_it(
         return runs_of(server.uri, experiment)["run"].data.tags["diloco.health"]
 
     assert tag() == ""
-    sick = run.config.model_copy(update={"health": HealthConfig(max_loss_gap=1e-9)})
+    sick = run.config.model_copy(update={"health": HealthConfig(max_share=0.33)})
     tracker.run = replace(run, config=sick)
-    assert tag() == "apart east, apart north, apart west"
+    assert tag() == "dominant east, dominant north, dominant west"
     tracker.run = run
     assert tag() == ""
 
