@@ -50,6 +50,18 @@ batch_size = 2
 start_steps = 3.0
 fetch_delay_steps = 0.5
 """
+# Long enough for a full window, and nobody late.
+CALM = (
+    "total_tokens=3_600",
+    "sync.num_fragments=2",
+    "sync.period_steps=2",
+    "islands.north.speed=1.0",
+    "islands.west.start_steps=0",
+    "islands.west.fetch_delay_steps=0",
+    "islands.north.push_delay_steps=0",
+    "islands.east.push_delay_steps=0",
+    "islands.east.fetch_delay_steps=0",
+)
 
 
 def write_text(folder: Path, num_documents: int = 12) -> Path:

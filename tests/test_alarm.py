@@ -20,9 +20,8 @@ from tasks.runs import Run
 from tests import runs
 
 pytest_plugins = ["tests.prefect_server"]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LOG = logging.getLogger("tests.alarm")
-LONG = ("total_tokens=9_000", "sync.period_steps=3")
 
 
 def told(run: Run) -> list[tuple[str, str, str, str]]:
@@ -46,8 +45,8 @@ def told(run: Run) -> list[tuple[str, str, str, str]]:
 def test_what_is_wrong_is_said_once_and_so_is_its_end(
     tmp_path: Path, prefect_api: Services, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = runs.train(runs.tiny_config(tmp_path, *LONG))
-    strict = HealthConfig(max_share=0.34)
+    run = runs.train(runs.tiny_config(tmp_path, *runs.CALM))
+    strict = HealthConfig(max_share=0.33)
     sick = replace(run, config=run.config.model_copy(update={"health": strict}))
     alarm = Alarm(Doctor(run), LOG)
     caplog.set_level(logging.INFO, logger=LOG.name)

@@ -41,7 +41,7 @@ from islands.versions import Commit
 from tasks import evaluating, records, scores, tracking
 from tasks.runs import Run, open_run
 from tasks.tracking import CURSOR, SCORED, RunTracker, follow, track
-from tests.runs import TINY, finish, start, tiny_config, train
+from tests.runs import CALM, TINY, finish, start, tiny_config, train
 
 pytestmark = pytest.mark.slow
 # Twelve seconds for a call (two attempts of 5 s and the back-off between), and what a loaded machine adds.
@@ -222,7 +222,7 @@ def test_a_finished_run_is_told_whole(server: Server, experiment: str, finished:
 def test_what_is_wrong_with_a_run_is_a_tag_that_follows_it(
     server: Server, experiment: str, tmp_path: Path
 ) -> None:
-    run = train(tiny_config(tmp_path, "total_tokens=9_000", "sync.period_steps=3"))
+    run = train(tiny_config(tmp_path, *CALM))
     tracker = RunTracker(run, open_tracker(server.uri), experiment)
 
     def tag() -> str:
@@ -230,9 +230,9 @@ def test_what_is_wrong_with_a_run_is_a_tag_that_follows_it(
         return runs_of(server.uri, experiment)["run"].data.tags["diloco.health"]
 
     assert tag() == ""
-    sick = run.config.model_copy(update={"health": HealthConfig(max_loss_gap=1e-9)})
+    sick = run.config.model_copy(update={"health": HealthConfig(max_share=0.33)})
     tracker.run = replace(run, config=sick)
-    assert tag() == "apart east, apart north, apart west"
+    assert tag() == "dominant east, dominant north, dominant west"
     tracker.run = run
     assert tag() == ""
 
