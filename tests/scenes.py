@@ -223,6 +223,14 @@ class Scene:
 
     # --- its end ---
 
+    def abandon(self) -> None:
+        """Have Prefect cancel the run where it did not get to its end: other cases need its cores."""
+        if self.services.process.poll() is not None or self.has_finished():
+            return
+        for flow_run in self.flow_runs("train")[-1:]:
+            cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+            self.services.post(f"/flow_runs/{flow_run['id']}/set_state", cancelling)
+
     def finish(self, *, replays: bool = False, seconds: float = 400) -> str:
         """Let the run end, demand that nothing is left or lost, and return its ledger in words."""
         self.wait(self.has_finished, seconds)

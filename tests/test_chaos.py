@@ -129,6 +129,7 @@ def play(services: Fleet, case: Case) -> Row:
     """Play a case to its end and return its row of the table."""
     scene = Scene(services, case.name)
     with scene.ends:
+        scene.ends.callback(scene.abandon)
         settings = case.settings(scene) if callable(case.settings) else case.settings
         scene.begin(settings)
         case.moment(scene)
