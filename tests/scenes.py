@@ -20,8 +20,8 @@ from infra import processes
 from tests.fleet import FLEET, Fleet, wait_until
 
 ISLANDS = ("west", "east")
-# Some four seconds of training for each island alone on a core.
-TOKENS = 300_000
+# Some ten seconds of training for each island alone on a core: a synchronizer takes five to start.
+TOKENS = 800_000
 TOKENS_PER_STEP = 8 * 32
 # A service that dies needs to be started again, and what watches for silence acts within 100 s.
 PATIENCE_SECONDS = 300.0
