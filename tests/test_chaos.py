@@ -37,7 +37,7 @@ def before_the_first_merge(scene: Scene) -> None:
 
 
 def mid_run(scene: Scene) -> None:
-    scene.until(lambda: scene.versions() >= 4)
+    scene.until(lambda: scene.versions() >= 2)
 
 
 def at_the_end(scene: Scene) -> None:
@@ -82,7 +82,7 @@ class Case:
 
 EARLY, LATE = before_the_first_merge, at_the_end
 # Long enough for a service to be away and back.
-LONG = {"total_tokens": 1_000_000}
+LONG = {"total_tokens": 1_600_000}
 SIDE_BY_SIDE = (
     Case("worker killed", strikes.worker_killed, EARLY, SLOW),
     Case("worker killed", strikes.worker_killed, settings=KEEPS_ALL),
@@ -129,6 +129,7 @@ def play(services: Fleet, case: Case) -> Row:
     """Play a case to its end and return its row of the table."""
     scene = Scene(services, case.name)
     with scene.ends:
+        scene.ends.callback(scene.abandon)
         settings = case.settings(scene) if callable(case.settings) else case.settings
         scene.begin(settings)
         case.moment(scene)
