@@ -73,9 +73,9 @@ def zombie_learner(scene: Scene) -> Claim:
     back, zombie = scene.is_back("west"), scene.learner("west")[1]
     scene.signal(zombie, STOP)
     scene.signal(scene.process_of("west"), KILL)
+    scene.struck("west's learner slept while its successor began, and woke up beside it")
     scene.until(lambda: scene.learner("west")[0] == 1)
     scene.signal(zombie, GO_ON)
-    scene.struck("west's learner slept while its successor began, and woke up beside it")
     return back
 
 
