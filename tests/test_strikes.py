@@ -317,7 +317,8 @@ def test_a_service_is_met_without_its_guard_and_serve_without_its_flows(
 
         assert found("mlflow") == below["mlflow"]
         assert found("serve") == below["serve"][:1]
-        assert found("prefect") == []
+        # This process may have started a Prefect for other tests.
+        assert not {*found("prefect")} & {*below["mlflow"], *below["serve"]}
     finally:
         for guarded in guards.values():
             assert guarded.stdin is not None
