@@ -17,26 +17,20 @@ from itertools import pairwise
 from typing import Any
 
 from infra import processes
+from tasks import history
+from tasks.adjusting import adjust
+from tasks.runs import open_run
 from tests.fleet import FLEET, Fleet, wait_until
 
 ISLANDS = ("west", "east")
-# Some ten seconds of training for each island alone on a core: a synchronizer takes five to start.
-TOKENS = 800_000
+# Of a run that ends by itself: some seconds of training for each island alone on a core.
+TOKENS = 500_000
+# Of one that is told to end once it has recovered.
+ENDLESS = 400_000_000
 TOKENS_PER_STEP = 8 * 32
 # A service that dies needs to be started again, and what watches for silence acts within 100 s.
 PATIENCE_SECONDS = 300.0
 Claim = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the table says of one fault."""
-
-    fault: str
-    moment: str
-    happened: str
-    seconds: float
-    ledger: str
 
 
 @dataclass
@@ -54,16 +48,15 @@ class Scene:
     since: float = 0.0
     ends: ExitStack = field(default_factory=ExitStack)
     far: Any = None
-    tokens: int = TOKENS
+    tokens: int = ENDLESS
 
     # --- the run ---
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Start the run with settings by section, such as {"sync": {"period_steps": 400}}."""
-        config = tomllib.loads(FLEET.format(tokens=TOKENS))
+        config = tomllib.loads(FLEET.format(tokens=self.tokens))
         config["data"]["source"] = f"{self.services.folder}/text"
         config["store"] = self.services.store
-        self.tokens = settings.get("total_tokens", TOKENS)
         named = settings.get("islands", {})
         config["islands"] = [{"name": name, **named.get(name, {})} for name in self.islands]
         for section, values in settings.items():
@@ -222,6 +215,14 @@ class Scene:
         )
 
     # --- its end ---
+
+    def wind_up(self) -> None:
+        """Tell a run that has recovered to train no further than it has; its islands leave as they always do."""
+        if self.tokens == ENDLESS:
+            run = open_run(self.services.store, self.run)
+            links = (history.last_link(run, island) for island in self.islands)
+            self.tokens = sum(link.trained for link in links if link is not None)
+            adjust(run, [f"total_tokens={self.tokens}"])
 
     def abandon(self) -> None:
         """Have Prefect cancel the run where it did not get to its end: other cases need its cores."""

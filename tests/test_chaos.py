@@ -19,7 +19,7 @@ import pytest
 from tests import strikes
 from tests.fleet import Fleet, fleet
 from tests.runs import write_text
-from tests.scenes import TOKENS_PER_STEP, Claim, Scene
+from tests.scenes import ENDLESS, TOKENS, TOKENS_PER_STEP, Claim, Scene
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 # Runs side by side: more of them would wait for the cores instead of for each other's timers.
@@ -81,8 +81,6 @@ class Case:
 
 
 EARLY, LATE = before_the_first_merge, at_the_end
-# Long enough for a service to be away and back.
-LONG = {"total_tokens": 1_600_000}
 SIDE_BY_SIDE = (
     Case("worker killed", strikes.worker_killed, EARLY, SLOW),
     Case("worker killed", strikes.worker_killed, settings=KEEPS_ALL),
@@ -109,14 +107,14 @@ SIDE_BY_SIDE = (
     Case("train killed", strikes.train_killed),
     Case("train killed", strikes.train_killed, LATE),
     Case("two trains", strikes.trained_by_two),
-    Case("disk full", strikes.disk_full, settings=LONG),
-    Case("store out of reach", strikes.link_cut, settings=LONG),
+    Case("disk full", strikes.disk_full),
+    Case("store out of reach", strikes.link_cut),
 )
 ALONE = (
-    Case("MLflow killed", strikes.mlflow_killed, settings=LONG),
-    Case("MLflow silent", strikes.mlflow_silent, settings=LONG),
-    Case("Prefect killed", strikes.prefect_killed, settings=LONG),
-    Case("Prefect silent", strikes.prefect_silent, settings=LONG),
+    Case("MLflow killed", strikes.mlflow_killed),
+    Case("MLflow silent", strikes.mlflow_silent),
+    Case("Prefect killed", strikes.prefect_killed),
+    Case("Prefect silent", strikes.prefect_silent),
     Case("serving killed", strikes.serving_killed),
     # The last one: the fleet ends with it.
     Case("everything killed", strikes.everything_killed),
@@ -127,7 +125,8 @@ Row = tuple[str, str, str, str, str]
 
 def play(services: Fleet, case: Case) -> Row:
     """Play a case to its end and return its row of the table."""
-    scene = Scene(services, case.name)
+    tokens = TOKENS if case.moment is at_the_end else ENDLESS
+    scene = Scene(services, case.name, tokens=tokens)
     with scene.ends:
         scene.ends.callback(scene.abandon)
         settings = case.settings(scene) if callable(case.settings) else case.settings
@@ -136,6 +135,7 @@ def play(services: Fleet, case: Case) -> Row:
         back = case.strike(scene)
         scene.wait(back)
         seconds = time.monotonic() - scene.since
+        scene.wind_up()
         ledger = scene.finish(replays=settings == KEEPS_ALL)
     return case.fault, case.when, scene.happened, f"{seconds:.1f}", ledger
 
