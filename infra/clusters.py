@@ -274,11 +274,12 @@ class _Shielded(WorkerPlugin):
         notice = partial(_take_notice, worker)
         signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(notice))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.nice(_NICENESS)
         if self._preload:
-            # In a thread of its own: the worker answers meanwhile.
+            # In a thread of its own: the worker answers meanwhile. It does not give way, as all threads that begin
+            # later do: who waits for a dead learner's successor waits for this.
             load = partial(_call, self._preload)
             threading.Thread(target=load, name="diloco-preload", daemon=True).start()
+        os.nice(_NICENESS)
 
 
 def _call(path: str) -> None:

@@ -220,8 +220,9 @@ class Scene:
         """Tell a run that has recovered to train no further than it has; its islands leave as they always do."""
         if self.tokens == ENDLESS:
             run = open_run(self.services.store, self.run)
-            links = (history.last_link(run, island) for island in self.islands)
-            self.tokens = sum(link.trained for link in links if link is not None)
+            links = [history.last_link(run, island) for island in self.islands]
+            trained = [0 if link is None else link.trained for link in links]
+            self.tokens = max(1, min(trained) * len(trained))
             adjust(run, [f"total_tokens={self.tokens}"])
 
     def abandon(self) -> None:

@@ -23,7 +23,7 @@ from tests.scenes import ENDLESS, TOKENS, TOKENS_PER_STEP, Claim, Scene
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 # Runs side by side: more of them would wait for the cores instead of for each other's timers.
-LANES = 3
+LANES = 4
 # First pushes come seconds after the start: room for a fault before the first merge.
 SLOW = {"sync": {"period_steps": 400}}
 KEEPS_ALL = {"retention": "all"}
