@@ -23,9 +23,7 @@ from tasks.runs import open_run
 from tests.fleet import FLEET, Fleet, wait_until
 
 ISLANDS = ("west", "east")
-# Of a run that ends by itself: some seconds of training for each island alone on a core.
-TOKENS = 500_000
-# Of one that is told to end once it has recovered.
+# It ends when it is told to, once it has recovered.
 ENDLESS = 400_000_000
 TOKENS_PER_STEP = 8 * 32
 # A service that dies needs to be started again, and what watches for silence acts within 100 s.
@@ -216,14 +214,19 @@ class Scene:
 
     # --- its end ---
 
-    def wind_up(self) -> None:
-        """Tell a run that has recovered to train no further than it has; its islands leave as they always do."""
+    def wind_up(self, *, further_steps: int = 0) -> None:
+        """Tell a run to train no further, or so many steps more; its islands leave as they always do."""
         if self.tokens == ENDLESS:
             run = open_run(self.services.store, self.run)
             links = [history.last_link(run, island) for island in self.islands]
             trained = [0 if link is None else link.trained for link in links]
-            self.tokens = max(1, min(trained) * len(trained))
-            adjust(run, [f"total_tokens={self.tokens}"])
+            most = max(trained) if further_steps else min(trained)
+            self.tokens = max(1, len(trained) * (most + further_steps * TOKENS_PER_STEP))
+            self.adjust(f"total_tokens={self.tokens}")
+
+    def adjust(self, assignment: str) -> None:
+        """Change a setting of the run."""
+        adjust(open_run(self.services.store, self.run), [assignment])
 
     def abandon(self) -> None:
         """Have Prefect cancel the run where it did not get to its end: other cases need its cores."""

@@ -70,11 +70,11 @@ def all_islands_killed(scene: Scene) -> Claim:
 
 def zombie_learner(scene: Scene) -> Claim:
     """Its flow is replaced while it sleeps; it wakes up beside its successor and tries to go on."""
-    back, zombie = scene.is_back("west"), scene.learner("west")[1]
+    back, (number, zombie) = scene.is_back("west"), scene.learner("west")
     scene.signal(zombie, STOP)
     scene.signal(scene.process_of("west"), KILL)
     scene.struck("west's learner slept while its successor began, and woke up beside it")
-    scene.until(lambda: scene.learner("west")[0] == 1)
+    scene.until(lambda: scene.learner("west")[0] > number)
     scene.signal(zombie, GO_ON)
     return back
 
@@ -123,14 +123,13 @@ def train_killed(scene: Scene) -> Claim:
 
 def trained_by_two(scene: Scene) -> Claim:
     """Somebody resumes a run that is under way."""
-    further = scene.goes_on("west")
+    further, first = scene.goes_on("west"), scene.flow_runs("train")[-1]["id"]
     scene.resume()
     scene.struck("a second train for the run; the first one gave way")
     incarnations = [scene.learner(island)[0] for island in scene.islands]
 
     def is_handed_over() -> bool:
-        first = scene.flow_runs("train")[0]
-        return first["state_type"] == "COMPLETED" and bool(further())
+        return scene.services.state(first) == "COMPLETED" and bool(further())
 
     def have_islands_gone_on() -> bool:
         return incarnations == [scene.learner(island)[0] for island in scene.islands]
