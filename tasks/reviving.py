@@ -132,6 +132,8 @@ def revive(dead: FlowRun) -> str:
         num_tries = _tag(dead, _TRIES) + 1 if number is None else 0
         if reason := _why_not(run, num_known, num_tries):
             return f"not started again: {reason}"
+    except StoreUnavailable:
+        raise
     except (ConfigError, DamagedObject) as exc:
         return f"not started again: {exc}"
     parameters = {"config": _plain(run), "run": run.run_id, "resume": True}

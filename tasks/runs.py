@@ -93,6 +93,7 @@ def open_run(store_url: str, run_id: str) -> Run:
 
     Raises:
         ConfigError: no such run, or no plain name.
+        StoreUnavailable: the store did not answer.
         DamagedObject: its records are damaged.
     """
     require_plain(run_id)

@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import State, StateType
 from infra import automations, deployments, settings
 from infra.deployments import FlowRun, RunState
 from infra.services import Services
+from islands.types import StoreUnavailable
 from tasks import history, reviving, stopping, trainers
 from tasks.records import new_attempt
 from tasks.reviving import Reviver
@@ -108,6 +109,17 @@ def test_a_finished_run_and_one_that_was_never_created_are_left_alone(
     elsewhere = {**dead.parameters, "run": "nosuchrun"}
     told = reviving.revive(FlowRun(dead.id, "train", dead.name, elsewhere, dead.tags, dead.state))
     assert "run must exist" in told
+
+
+def test_a_run_whose_store_cannot_be_opened_for_now_is_judged_later(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = train(run)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    elsewhere = {**dead.parameters, "config": {"store": "s3://bucket/runs"}}
+    with pytest.raises(StoreUnavailable, match="must answer when it is opened"):
+        reviving.revive(FlowRun(dead.id, "train", dead.name, elsewhere, dead.tags, dead.state))
 
 
 def test_restarts_without_a_merge_are_limited_whether_one_enlists_or_not(run: Run) -> None:
