@@ -44,8 +44,9 @@ def train(
             that serves the flow sees it. Empty: random parameters, from the seed.
     """
     served_by = os.getppid()
-    opened = starting.open_or_create(config, run, resume=resume, origin=origin)
-    supervisor = Supervisor(opened, get_run_logger(), starting.enlist(opened))
+    is_heir = starting.is_heir()
+    opened = starting.open_or_create(config, run, resume=resume, origin=origin, is_heir=is_heir)
+    supervisor = Supervisor(opened, get_run_logger(), starting.enlist(opened), is_heir)
     starting.name_flow_run(f"train {opened.run_id}")
     with starting.tracked(opened) as ending:
         try:

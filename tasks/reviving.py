@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +145,11 @@ def revive(dead: FlowRun) -> str:
         name=f"train {run.run_id}",
     )
     return f"started again, as flow run {flow_run}"
+
+
+def is_heir(tags: Sequence[str]) -> bool:
+    """Say of a flow run's tags whether `revive` started it: nobody has asked for it, as `diloco resume` does."""
+    return any(tag.startswith(_TRIES) for tag in tags)
 
 
 def is_awaited(run: Run, flow_run: str, num_known: int) -> bool:

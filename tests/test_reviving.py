@@ -81,6 +81,7 @@ def test_a_crashed_train_is_started_again_once_for_the_same_run(run: Run) -> Non
     assert (second.parameters["run"], second.parameters["resume"]) == ("r", True)
     assert second.parameters["config"]["store"] == run.store_url
     assert revived(dead).id == second.id
+    assert (reviving.is_heir(second.tags), reviving.is_heir(dead.tags)) == (True, False)
 
 
 def test_who_found_a_name_for_its_run_itself_is_started_again_for_that(run: Run) -> None:
