@@ -109,7 +109,7 @@ def test_a_kill_meets_the_process_that_trains_and_is_recorded(run: Run, counter:
     assert told == [f"east's learner: SIGKILL to process {counter.process.pid}"]
     under_way.look()
     assert under_way.is_done
-    (strike,) = records.read_strikes(run.store)
+    (strike,) = records.read_strikes(run.store).values()
     assert (strike.told, strike.fault.island) == (told[0], "east")
     assert not [p for p in verify(run.store_url, run.run_id).problems if "chaos" in p.name]
 
@@ -409,5 +409,10 @@ def test_bytes_of_what_was_merged_all_the_same_are_put_back(driver: Driver) -> N
     damaged = bytes([pending.data[0] ^ 1]) + pending.data[1:]
     driver.run.store.delete(pending.name)
     driver.run.store.create(pending.name, damaged)
+    merged = pending.version
     assert pending.is_settled(driver.run)
     assert driver.run.store.read(pending.name) == pending.data
+    driver.run.store.delete(pending.contribution)  # collected before anybody looked
+    pending.version = merged
+    assert pending.is_settled(driver.run)
+    assert driver.run.store.read(pending.name) is None
