@@ -23,7 +23,8 @@ _STOP_SECONDS = 25.0
 
 
 def _name() -> str:
-    return f"train {flow_run.parameters.get('run') or 'a new run'}"
+    # Until it has found a name for its run it bears none that a run could have: by that it would be started again.
+    return f"train {flow_run.parameters.get('run') or '(a new run)'}"
 
 
 # The configuration is checked by the project's own door, which is stricter than Prefect's, as the first act.

@@ -132,18 +132,17 @@ def revive(dead: FlowRun) -> str:
         num_tries = _tag(dead, _TRIES) + 1 if number is None else 0
         if reason := _why_not(run, num_known, num_tries):
             return f"not started again: {reason}"
+        flow_run = deployments.start(
+            "train",
+            {"config": _plain(run), "run": run.run_id, "resume": True},
+            tags=[f"{_KNOWN}{num_known}", f"{_TRIES}{num_tries}"],
+            key=unique_key(run.store_url, f"{run.run_id}-train-{num_known}-{num_tries}"),
+            name=f"train {run.run_id}",
+        )
     except StoreUnavailable:
         raise
     except (ConfigError, DamagedObject) as exc:
         return f"not started again: {exc}"
-    parameters = {"config": _plain(run), "run": run.run_id, "resume": True}
-    flow_run = deployments.start(
-        "train",
-        parameters,
-        tags=[f"{_KNOWN}{num_known}", f"{_TRIES}{num_tries}"],
-        key=unique_key(run.store_url, f"{run.run_id}-train-{num_known}-{num_tries}"),
-        name=f"train {run.run_id}",
-    )
     return f"started again, as flow run {flow_run}"
 
 

@@ -14,6 +14,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 
+from flows.train import _name
 from infra import automations, deployments, settings
 from infra.deployments import FlowRun, RunState
 from infra.services import Services
@@ -110,6 +111,9 @@ def test_a_finished_run_and_one_that_was_never_created_are_left_alone(
     elsewhere = {**dead.parameters, "run": "nosuchrun"}
     told = reviving.revive(FlowRun(dead.id, "train", dead.name, elsewhere, dead.tags, dead.state))
     assert "run must exist" in told
+    unnamed = {**dead.parameters, "run": None}
+    told = reviving.revive(FlowRun(dead.id, "train", _name(), unnamed, dead.tags, dead.state))
+    assert "a run id must be" in told
 
 
 def test_a_run_whose_store_cannot_be_opened_for_now_is_judged_later(
