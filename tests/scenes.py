@@ -28,17 +28,6 @@ PATIENCE_SECONDS = 300.0
 Claim = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the table says of one fault."""
-
-    fault: str
-    moment: str
-    happened: str
-    seconds: float
-    ledger: str
-
-
 @dataclass
 class Scene:
     """A run from its beginning to its audit. One thread.
