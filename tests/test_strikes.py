@@ -21,7 +21,7 @@ from islands import chaos, names
 from islands.chaos import Fault, Plan
 from islands.contributions import Tally
 from islands.types import StoreUnavailable
-from tasks import history, records, spoiling, targets
+from tasks import history, joining, records, spoiling, targets
 from tasks.chaos import Chaos, unleash
 from tasks.enduring import Endured
 from tasks.local import Driver
@@ -157,6 +157,18 @@ def test_what_never_struck_is_told_after_the_end_and_nothing_is_written_then(
     assert unleash(run, Plan((fault,)), say=print) == [fault]
     assert run.store.list_names("") == before
     assert verify(run.store_url, run.run_id).problems == []
+
+
+def test_a_plan_goes_on_while_an_island_trains_that_has_joined_since(run: Run) -> None:
+    under_way, _ = begin(run, Fault("kill", island="east", after_seconds=600.0))
+    joining.join(run, "south", [])
+    for island in ("east", "north", "west"):
+        history.write_off(run, island, stamp=time.time)
+    under_way.look()
+    assert not under_way.is_over
+    history.write_off(run, "south", stamp=time.time)
+    under_way.look()
+    assert under_way.is_over
 
 
 # --- stop and slow ---
