@@ -148,11 +148,12 @@ def resume(
     """Continue an interrupted run; operational settings may change, its identity may not."""
     with following.stopping() as is_stopped:
         from tasks.runs import change_config, require_unfinished
-        from tasks.sharing import require_shareable, was_local
+        from tasks.sharing import require_local, require_shareable, was_local
 
         opened = require_unfinished(open_named(run, absolute_store(store_url(store))))
         if driver == "local" or (driver is None and was_local(opened)):
             _refuse_to_detach(detach)
+            require_local(opened)
             opened = change_config(opened, set_, settings.environment())
             return _resume_here(opened, is_stopped, json=json)
         require_shareable(opened.config)

@@ -23,7 +23,8 @@ _STOP_SECONDS = 25.0
 
 
 def _name() -> str:
-    return f"train {flow_run.parameters.get('run') or 'a new run'}"
+    # Until it has found a name for its run it bears none that a run could have: by that it would be started again.
+    return f"train {flow_run.parameters.get('run') or '(a new run)'}"
 
 
 # The configuration is checked by the project's own door, which is stricter than Prefect's, as the first act.
@@ -44,8 +45,9 @@ def train(
             that serves the flow sees it. Empty: random parameters, from the seed.
     """
     served_by = os.getppid()
-    opened = starting.open_or_create(config, run, resume=resume, origin=origin)
-    supervisor = Supervisor(opened, get_run_logger(), starting.enlist(opened))
+    is_heir = starting.is_heir()
+    opened = starting.open_or_create(config, run, resume=resume, origin=origin, is_heir=is_heir)
+    supervisor = Supervisor(opened, get_run_logger(), starting.enlist(opened), is_heir)
     starting.name_flow_run(f"train {opened.run_id}")
     with starting.tracked(opened) as ending:
         try:

@@ -76,7 +76,7 @@ def parent(process: int) -> int | None:
 
 def children(process: int) -> list[int]:
     """Return the ids of a process's living children, in order."""
-    return sorted(one for one, stat in _all() if stat.parent == process)
+    return [one for one, stat in _all() if stat.parent == process]
 
 
 def descendants(process: int) -> list[int]:
@@ -94,17 +94,26 @@ def command_line(process: int) -> str:
     return b" ".join(_parts(process, "cmdline")).decode(errors="replace")
 
 
-def with_variable(name: str, value: str) -> list[int]:
-    """Return the ids of this user's processes that were started with a variable of that value, in order."""
-    wanted = os.fsencode(f"{name}={value}")
-    return sorted(one for one, _ in _all() if wanted in _parts(one, "environ"))
+def with_variable(name: str) -> dict[int, str]:
+    """Return the ids of this user's processes that were started with a variable, each with its value."""
+    begin, found = os.fsencode(f"{name}="), dict[int, str]()
+    for process in _ids():
+        for part in _parts(process, "environ"):
+            if part.startswith(begin):
+                found[process] = os.fsdecode(part.removeprefix(begin))
+    return found
 
 
 def _all() -> Iterator[tuple[int, _Stat]]:
+    for process in _ids():
+        if (stat := _stat(process)) is not None:
+            yield process, stat
+
+
+def _ids() -> list[int]:
     with contextlib.suppress(FileNotFoundError):
-        for entry in os.listdir("/proc"):
-            if entry.isdigit() and (stat := _stat(int(entry))) is not None:
-                yield int(entry), stat
+        return sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return []
 
 
 def _stat(process: int) -> _Stat | None:

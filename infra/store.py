@@ -18,7 +18,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import GCSStore, MemoryStore, S3Store
 
 from infra.disk import Data, check_name, check_prefix, has_control, open_disk
-from islands.types import ConfigError, StoreUnavailable, VersionTaken
+from islands.types import ConfigError, StoreUnavailable, StoreUnreachable, VersionTaken
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
@@ -112,8 +112,8 @@ def open_store(url: str, *, durable: bool = True) -> Store:
         durable: False leaves out every fsync on local disk: for tests and throw-away runs.
 
     Raises:
-        ConfigError: the URL cannot be opened; the message holds rule, value and remedy. A cloud that does not answer
-            is given about 10 s.
+        ConfigError: the URL cannot be opened; the message holds rule, value and remedy.
+        StoreUnreachable: a cloud did not answer within about 10 s; that is a ConfigError too.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in ("file", "memory", "s3", "gs"):
@@ -220,7 +220,7 @@ def _open_cloud(scheme: str, rest: str) -> ObjectStore:
         quick = _connect(scheme, bucket, {**_CLIENT, **_STALL}, _RETRIES)
         patient = _connect(scheme, bucket, _CLIENT, _RETRIES)
     except _VENDOR_ERRORS as exc:
-        raise ConfigError(
+        raise StoreUnreachable(
             f"a store must answer when it is opened, got {url}: {_first_line(exc)}; check the bucket's name, the "
             "credentials, and for S3 AWS_ENDPOINT_URL and AWS_REGION (AWS_ALLOW_HTTP=true for an http endpoint)"
         ) from exc

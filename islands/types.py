@@ -10,6 +10,7 @@ This module knows shapes, positions and names; it must not know a model, a store
      ├── VersionTaken         a create-only name exists already
      ├── Refused              a contribution breaks a rule; `reason` says which
      ├── StoreUnavailable     the store did not answer
+     │    └── StoreUnreachable    nor when it was opened, so it may be a wrong setting: a ConfigError, too
      ├── StoreLost            it has not for as long as anybody waits for it
      ├── ServiceUnavailable   Prefect, MLflow or another service did not start or did not answer
      ├── ClusterUnavailable   an island's Dask cluster cannot be opened, or did not answer
@@ -58,6 +59,10 @@ class VersionTaken(IslandsError):
 
 class StoreUnavailable(IslandsError):
     """The store cannot be opened, or did not answer."""
+
+
+class StoreUnreachable(StoreUnavailable, ConfigError):
+    """A store did not answer when it was opened: to whoever had it before an outage, to all others a wrong setting."""
 
 
 class StoreLost(IslandsError):

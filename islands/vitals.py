@@ -248,7 +248,8 @@ def _losses(tracks: Sequence[_Track]) -> tuple[float, float]:
         (merge.is_newer, entry.telemetry.loss)
         for track in tracks
         for merge, entry in track
-        if entry.telemetry.loss and entry.stop.step >= SETTLED_STEPS
+        # A learner may write anything: one NaN would leave nobody's losses in order.
+        if 0 < entry.telemetry.loss < math.inf and entry.stop.step >= SETTLED_STEPS
     ]
     older = [loss for is_newer, loss in known if not is_newer]
     newer = [loss for is_newer, loss in known if is_newer]

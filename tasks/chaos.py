@@ -23,7 +23,7 @@ from islands.chaos import Fault, Plan, Strike
 from islands.types import DamagedObject, StoreUnavailable, VersionTaken
 from tasks import records, spoiling, targets
 from tasks.records import new_attempt
-from tasks.runs import Run
+from tasks.runs import Run, refreshed
 from tasks.spoiling import Spoil
 
 _LOOK_SECONDS = 0.2
@@ -35,7 +35,7 @@ class Chaos:
     """A plan under way against a run, from its creation to `close`. One thread.
 
     Attributes:
-        run: the run.
+        run: the run, under the settings it has now.
         waiting: faults that have not struck.
         say: told of each strike, and of trouble.
         num_struck: faults that have struck.
@@ -65,6 +65,7 @@ class Chaos:
         """Let happen what is due, and end what has lasted long enough."""
         self._let_go()
         try:
+            self.run = refreshed(self.run)  # somebody may have joined
             self.is_over = self.is_over or _is_over(self.run)
             if self.is_over:
                 return

@@ -5,13 +5,14 @@ Knows names and links of the learners' chains; must not know a checkpoint's byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from islands import names
 from islands.ledger import FragmentClock, LearnerRecord, record_from_json
 from islands.parsing import parse
+from islands.retention import KEPT_CHECKPOINTS
 from islands.types import DamagedObject, Position, VersionTaken
 from tasks import records
 from tasks.records import NewAttempt, Stamp
@@ -33,26 +34,17 @@ class Past:
 
 
 def look_back(run: Run, learner: str) -> Past:
-    """Return what earlier incarnations of a learner left."""
+    """Return what earlier incarnations of a learner left.
+
+    Of each fragment's contributions, and of the checkpoints, the newest whole one says most: no account ever shrinks.
+    """
     incarnation = records.newest_incarnations(run.store).get(learner, -1) + 1
-    links: list[tuple[LearnerRecord, str]] = []
-    listed = []
-    for layout in run.layouts:
-        newest: tuple[Position, str] | None = None
-        for name in run.store.list_names(f"inbox/f{layout.index:04d}/{learner}/"):
-            key, link = names.parse_contribution(name), _healthy_link(run, learner, name)
-            if key is not None and link is not None:
-                links.append(link)
-                newest = max(newest or (key.stop, name), (key.stop, name))
-        if newest is not None:
-            listed.append(newest[1])
-    links += [
-        link
-        for name in checkpoints(run, learner)
-        if (link := _healthy_link(run, learner, name)) is not None
-    ]
+    trails = [_contributions(run, learner, layout.index) for layout in run.layouts]
+    pushed = [found for trail in trails if (found := _newest_link(run, learner, trail)) is not None]
+    saved = _newest_link(run, learner, checkpoints(run, learner))
+    links = [link for _, link in (*pushed, *([] if saved is None else [saved]))]
     last, digest = max(links, key=lambda link: records.progress(link[0]), default=(None, ""))
-    return Past(incarnation, last, digest, tuple(listed))
+    return Past(incarnation, last, digest, tuple(name for name, _ in pushed))
 
 
 def register(
@@ -100,9 +92,17 @@ def checkpoints(run: Run, learner: str) -> list[str]:
     ]
 
 
+def _contributions(run: Run, learner: str, fragment: int) -> list[str]:
+    """Return the names of a learner's contributions of a fragment, newest first."""
+    inbox = run.store.list_names(f"inbox/f{fragment:04d}/{learner}/")
+    keys = [(key.stop, name) for name in inbox if (key := names.parse_contribution(name))]
+    return [name for _, name in sorted(keys, reverse=True)]
+
+
 def saved_tokens(run: Run, learner: str) -> list[tuple[str, int]]:
-    """Return the names of a learner's checkpoints whose records are whole, with the tokens it had trained by each."""
-    links = [(name, _healthy_link(run, learner, name)) for name in checkpoints(run, learner)]
+    """Return a learner's newest checkpoints whose records are whole, with the tokens it had trained by each."""
+    newest = checkpoints(run, learner)[:KEPT_CHECKPOINTS]
+    links = [(name, _healthy_link(run, learner, name)) for name in newest]
     return [(name, link[0].trained) for name, link in links if link is not None]
 
 
@@ -118,9 +118,7 @@ def last_seen(run: Run, learner: str) -> float:
     newest = [names.left(learner), *checkpoints(run, learner)[:1]]
     newest += [names.incarnation(learner, number)] if number >= 0 else []
     for layout in run.layouts:
-        inbox = run.store.list_names(f"inbox/f{layout.index:04d}/{learner}/")
-        keys = [(key.stop, name) for name in inbox if (key := names.parse_contribution(name))]
-        newest += [name for _, name in sorted(keys)[-1:]]
+        newest += _contributions(run, learner, layout.index)[:1]
     return max((_stamp_on(run, name) for name in newest), default=0.0)
 
 
@@ -154,6 +152,16 @@ def _stamp_on(run: Run, name: str) -> float:
         return float(parse(float, body.get("telemetry", body).get("at", 0.0)))
     except (DamagedObject, ValueError, AttributeError):
         return 0.0
+
+
+def _newest_link(
+    run: Run, learner: str, trail: Sequence[str]
+) -> tuple[str, tuple[LearnerRecord, str]] | None:
+    """Return the first of these names under which a whole link lies, and that; None if there is none."""
+    for name in trail:
+        if (link := _healthy_link(run, learner, name)) is not None:
+            return name, link
+    return None
 
 
 def _healthy_link(run: Run, learner: str, name: str) -> tuple[LearnerRecord, str] | None:

@@ -57,7 +57,10 @@ def leave(run: Run, name: str) -> Adjusted:
                 f"an island that leaves must be one at work ({', '.join(sorted(training))}), got {name!r}; "
                 "correct the name"
             )
-        if training == {name} and not any(island.spare for island in config.islands):
+        can_train = {i.name for i in config.islands if _can_train_more(i, progress)}
+        if name not in can_train:
+            return config  # it was asked to leave before, or has trained all it was to
+        if can_train == {name}:
             raise ConfigError(
                 f"somebody must train on when an island leaves, got {name!r}, the last one; "
                 f"`diloco stop {run.run_id}` stops the run"
@@ -75,6 +78,12 @@ def settle(run: Run) -> Run:
         return run
     record_change(run, lambda config: membership.settled(config, _progress(run, config)))
     return refreshed(run)
+
+
+def _can_train_more(island: IslandConfig, progress: Progress) -> bool:
+    """Say whether an island could train what another leaves: not one that has left, or was asked to a moment ago."""
+    is_open = island.tokens is None or island.tokens > progress.tokens_of(island.name)
+    return island.spare or (is_open and island.name not in progress.departed)
 
 
 def _progress(run: Run, config: RunConfig) -> Progress:

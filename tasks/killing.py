@@ -205,7 +205,7 @@ def kills_of(run: Run) -> tuple[Kill, ...]:
     strikes = records.read_strikes(run.store)
     return tuple(
         Kill(strike.fault.island, strike.at)
-        for strike in strikes
+        for strike in strikes.values()
         if strike.fault.kind == "kill" and strike.fault.island is not None
     )
 

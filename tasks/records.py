@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,13 +167,13 @@ def look_at_learners(store: Store) -> tuple[dict[str, int], frozenset[str]]:
     return newest, frozenset(gone)
 
 
-def read_strikes(store: Store) -> list[Strike]:
-    """Return the faults that struck on purpose, in the order of their records; a damaged one is left to `verify`."""
-    strikes = []
-    for number in sorted(numbers_in(store, FOLDER)):
+def read_strikes(store: Store, known: Collection[int] = ()) -> dict[int, Strike]:
+    """Return the faults that struck on purpose and are not known yet, by number; a damaged one is left to `verify`."""
+    strikes = {}
+    for number in sorted(set(numbers_in(store, FOLDER)) - set(known)):
         name = names.numbered(FOLDER, number)
         with contextlib.suppress(DamagedObject):
-            strikes.append(parsed(name, strike_from_json, require(store, name)[0]))
+            strikes[number] = parsed(name, strike_from_json, require(store, name)[0])
     return strikes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,18 +52,21 @@ class Reviver:
         `patience_seconds`: how long a flow run must have been without a process; none is needed before anything is
         served: what an earlier process served is gone.
         """
+        at_work = (
+            _at_work()
+        )  # before anybody is asked: what ends meanwhile must not look as if it had died
         try:
             # Only of a server of this machine's own is it known that every flow run has its process here.
             if settings.is_prefect_ours() and processes.of(os.getpid()):
-                self._bury(now, patience_seconds)
-            self._revive()
+                self._bury(at_work, now, patience_seconds)
+            self._revive(at_work)
         except ServiceUnavailable as exc:
             self.say(f"looking for what died: {exc}")
 
-    def _bury(self, now: float, patience_seconds: float) -> None:
+    def _bury(self, at_work: Set[str], now: float, patience_seconds: float) -> None:
         """Tell Prefect of flow runs without a process, and of processes that it took for dead."""
         unfinished = deployments.unfinished_runs()
-        missing = [run for run in unfinished if not _is_at_work(run)]
+        missing = [run for run in unfinished if run.id not in at_work]
         self.missing_since = {run.id: self.missing_since.get(run.id, now) for run in missing}
         for run in missing:
             # Between the word of whoever serves it and its process lie calls to a server that may be slow.
@@ -73,15 +76,15 @@ class Reviver:
                 deployments.set_state(run.id, state)
                 self.say(f"{run.name}: {state.kind.lower()}, {state.message}")
         for run in deployments.crashed_runs():
-            if run.state.is_silent and _is_at_work(run):
+            if run.state.is_silent and run.id in at_work:
                 deployments.set_state(run.id, RunState("RUNNING", "its heartbeats had been lost"))
                 self.say(f"{run.name} lives: only its heartbeats had been lost")
 
-    def _revive(self) -> None:
+    def _revive(self, at_work: Set[str]) -> None:
         crashed = deployments.crashed_runs("train")
         self.judged &= {run.id for run in crashed}
         for run in crashed:
-            if run.id in self.judged or (run.state.is_silent and _is_at_work(run)):
+            if run.id in self.judged or (run.state.is_silent and run.id in at_work):
                 continue
             try:
                 self.say(f"{run.name} crashed: {revive(run)}")
@@ -129,17 +132,23 @@ def revive(dead: FlowRun) -> str:
         num_tries = _tag(dead, _TRIES) + 1 if number is None else 0
         if reason := _why_not(run, num_known, num_tries):
             return f"not started again: {reason}"
+        flow_run = deployments.start(
+            "train",
+            {"config": _plain(run), "run": run.run_id, "resume": True},
+            tags=[f"{_KNOWN}{num_known}", f"{_TRIES}{num_tries}"],
+            key=unique_key(run.store_url, f"{run.run_id}-train-{num_known}-{num_tries}"),
+            name=f"train {run.run_id}",
+        )
+    except StoreUnavailable:
+        raise
     except (ConfigError, DamagedObject) as exc:
         return f"not started again: {exc}"
-    parameters = {"config": _plain(run), "run": run.run_id, "resume": True}
-    flow_run = deployments.start(
-        "train",
-        parameters,
-        tags=[f"{_KNOWN}{num_known}", f"{_TRIES}{num_tries}"],
-        key=unique_key(run.store_url, f"{run.run_id}-train-{num_known}-{num_tries}"),
-        name=f"train {run.run_id}",
-    )
     return f"started again, as flow run {flow_run}"
+
+
+def is_heir(tags: Sequence[str]) -> bool:
+    """Say of a flow run's tags whether `revive` started it: nobody has asked for it, as `diloco resume` does."""
+    return any(tag.startswith(_TRIES) for tag in tags)
 
 
 def is_awaited(run: Run, flow_run: str, num_known: int) -> bool:
@@ -194,12 +203,10 @@ def _tag(flow_run: FlowRun, prefix: str) -> int:
     return next((int(number) for number in found if number.isdecimal()), 0)
 
 
-def _is_at_work(flow_run: FlowRun) -> bool:
-    """Say whether a process on this machine executes a flow run; what it has started does not count."""
-    return any(
-        _ENGINE in processes.command_line(process)
-        for process in processes.with_variable(_VARIABLE, flow_run.id)
-    )
+def _at_work() -> Set[str]:
+    """Return the flow runs that processes of this machine execute; what those have started does not count."""
+    running = processes.with_variable(_VARIABLE)
+    return {its for process, its in running.items() if _ENGINE in processes.command_line(process)}
 
 
 def _end_of(flow_run: FlowRun) -> RunState:

@@ -93,6 +93,7 @@ def open_run(store_url: str, run_id: str) -> Run:
 
     Raises:
         ConfigError: no such run, or no plain name.
+        StoreUnavailable: the store did not answer.
         DamagedObject: its records are damaged.
     """
     require_plain(run_id)
@@ -299,7 +300,13 @@ def _require_possible(run: Run, changed: RunConfig, *, may_grow: bool) -> None:
             f"a run's identity cannot change, got other values for {', '.join(broken)}; "
             f"keep them, or start a new run, perhaps with --from {run.run_id}"
         )
+    members = {island.name for island in run.config.members}
     for island in changed.islands:
+        if island.spare and island.name in members:
+            raise ConfigError(
+                f"islands.{island.name}.spare must stay false once an island takes part, got true; "
+                f"`diloco leave {run.run_id} {island.name}` ends it"
+            )
         size, context = sum(_shards_of(run, island.name).values()), changed.model.context
         require_enough(island.name, size, batch_size=island.batch_size, context=context)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from islands import names
 from islands.config import RunConfig
 from islands.types import ConfigError
-from tasks import records
+from tasks import records, trainers
 from tasks.runs import Run
 
 
@@ -26,8 +26,24 @@ def require_shareable(config: RunConfig) -> RunConfig:
     return config
 
 
+def require_local(run: Run) -> Run:
+    """Return a run that the local driver can go on with.
+
+    Raises:
+        ConfigError: Prefect has trained it. What the driver has not saved itself it takes back, to begin again.
+    """
+    if trainers.count(run) > 0:
+        raise ConfigError(
+            f"a run to go on with under --driver local must be one that Prefect never trained, got {run.run_id!r}, "
+            "whose work would be lost; leave the option out"
+        )
+    return run
+
+
 def was_local(run: Run) -> bool:
-    """Say whether the local driver trained a run: its learners run nowhere in particular."""
+    """Say whether the local driver trained a run, and Prefect never did: its learners run nowhere in particular."""
+    if trainers.count(run) > 0:  # an island that was written off runs nowhere either
+        return False
     if run.store.list_names("driver/"):
         return True
     newest = records.newest_incarnations(run.store).items()

@@ -51,14 +51,19 @@ class Spoil:
             found := records.read_commit(run.store, self.fragment, self.version + 1)
         ) is not None:
             if self.contribution in {entry.name for entry in found[0].consumed}:
-                run.store.delete(self.name)
-                run.store.create(self.name, self.data)
+                self._mend(run)
                 return True
             if self.contribution in {verdict.name for verdict in found[0].refused}:
                 return True
             self.version += 1
         is_over = run.store.read(names.FINISHED) is not None
         return is_over or run.store.read(self.contribution) is None
+
+    def _mend(self, run: Run) -> None:
+        """Put the bytes back, unless the contribution has been collected meanwhile: they would belong to nothing."""
+        run.store.delete(self.name)
+        if run.store.read(self.contribution) is not None:
+            run.store.create(self.name, self.data)
 
 
 def find_pending(run: Run, island: str) -> Spoil | None:

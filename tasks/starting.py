@@ -18,7 +18,7 @@ from infra import deployments, settings
 from infra.store import open_store
 from islands.config import RunConfig, config_from_json
 from islands.types import ConfigError, ServiceUnavailable
-from tasks import stopping, tracking, trainers
+from tasks import reviving, stopping, tracking, trainers
 from tasks.records import new_attempt
 from tasks.runs import Run, next_run_id, open_run, require_unfinished
 from tasks.sharing import require_shareable
@@ -41,8 +41,11 @@ def open_or_create(
     *,
     resume: bool,
     origin: str | None = None,
+    is_heir: bool = False,
 ) -> Run:
     """Return the run to train: a new one with version 0 of every fragment, or an interrupted one taken up again.
+
+    `is_heir`: it is taken up in the place of a `train` that crashed, so a request to stop, even one made since, holds.
 
     Raises:
         ConfigError: something is wrong; nothing was created.
@@ -64,12 +67,18 @@ def open_or_create(
         opened = require_unfinished(open_run(checked.store, run_id))
         require_shareable(opened.config)
         creating.complete_run(opened)
-        stopping.let_go_on(opened, new_attempt)
+        if not is_heir:
+            stopping.let_go_on(opened, new_attempt)
         return opened
     source = origins.open_origin(origin, checked.store) if origin else None
     name = run_id or next_run_id(checked.store, "run")
     prepared = creating.prepare_run(checked, name, origin=source)
     return creating.create_run(prepared, creating.attempts_of(prepared))
+
+
+def is_heir() -> bool:
+    """Say whether this flow run takes the place of one that crashed."""
+    return reviving.is_heir(flow_run.tags)
 
 
 def enlist(run: Run) -> int:

@@ -57,12 +57,14 @@ class Supervisor:
     """Starts the islands of a run, restarts what crashes, rings when nobody merges, collects what no rule needs.
 
     `tick` does a little of each and returns at once; whoever owns it decides how often. One thread. `trainer`: by which
-    number it looks after the run; one with a higher number relieves it of that.
+    number it looks after the run; one with a higher number relieves it of that. `is_heir`: it goes on for one that
+    crashed, so an island that was cancelled stays away.
     """
 
     run: Run
     log: Log
     trainer: int = 0
+    is_heir: bool = False
     posts: dict[str, Post] = field(default_factory=dict)
     collected_at: float = 0.0
     bell: Bell | None = None
@@ -179,8 +181,10 @@ class Supervisor:
                 self._doubt(island.name, post, post.doubted_since)
 
     def _begin(self, island: str) -> Post:
-        """Take over a living flow run of this island, or start one."""
+        """Take over this island's flow run, where it lives or was cancelled for good, or start one."""
         newest = deployments.newest_run("island", self._tags(island))
+        if self.is_heir and newest is not None and newest[1].kind == "CANCELLED":
+            return Post(*newest)
         if newest is None or (newest[1].is_over and not newest[1].is_silent):
             return Post(self._start(island, after=newest and newest[0]))
         post = Post(newest[0])

@@ -143,7 +143,7 @@ def read_timeline(run: Run) -> Timeline:
     islands = {island.name: _traces(run, island.name) for island in run.config.members}
     _note_commits(islands, commits, late)
     _read_inbox(run, islands, [chain[-1] for chain in chains])
-    begun, strikes = _synchronizers(run), records.read_strikes(run.store)
+    begun, strikes = _synchronizers(run), [*records.read_strikes(run.store).values()]
     taken = [(commit.at, [entry.name for entry in commit.consumed]) for commit in commits]
     axis = axis_over(islands, taken, [*(at for _, at in begun), *(one.at for one in strikes)])
     for name, island in islands.items():

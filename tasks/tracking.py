@@ -132,13 +132,13 @@ def track(run: Run, uri: str, *, experiment: str = EXPERIMENT) -> int:
 class Session:
     """What it holds between passes. `parts`: part of the run -> its run in MLflow; `scored`: evaluations sent.
 
-    `struck`: what has struck on purpose, in words, as far as MLflow was told since the session began.
+    `struck`: what has struck on purpose, by number, in words, as far as MLflow was told since the session began.
     """
 
     parts: Mapping[str, Found]
     commits: CommitReader
     scored: list[int]
-    struck: list[str] = field(default_factory=list)
+    struck: dict[int, str] = field(default_factory=dict)
 
 
 class RunTracker:
@@ -179,7 +179,7 @@ class RunTracker:
                 if is_late():
                     self.is_behind = True
                     return sent
-            self._tell_health(session.parts[RUN])
+            self._tell_health(session.parts[RUN].run_id)
             # Last: where files cannot be stored, metrics still arrive.
             if self._described != session.parts[RUN].run_id:
                 self._describe(session.parts)
@@ -191,11 +191,11 @@ class RunTracker:
             raise
         return sent
 
-    def _tell_health(self, parent: Found) -> None:
+    def _tell_health(self, parent: str) -> None:
         """Keep a tag with what is wrong with the run, by kind and island; empty for nothing."""
         keys = ", ".join(finding.key for finding in self._doctor.look(self.run))
         if keys != self._findings:
-            self._tracker.set_tags(parent, {HEALTH: keys})
+            self._tracker.set_tag(parent, HEALTH, keys)
             self._findings = keys
 
     def draw(self) -> None:
@@ -228,10 +228,9 @@ class RunTracker:
         for score in evaluations(self.run, session.scored):
             session.scored.append(score.number)
             points += metrics.evaluation_points(score)
-        strikes = records.read_strikes(self.run.store)
-        for number in range(len(session.struck), len(strikes)):
-            session.struck.append(strikes[number].told)
-            points.append(metrics.strike_point(number, strikes[number]))
+        for number, strike in records.read_strikes(self.run.store, session.struck).items():
+            session.struck[number] = strike.told
+            points.append(metrics.strike_point(number, strike))
         # Two fragments pushed at once say the same of their island.
         return list(dict.fromkeys(points))
 
@@ -247,7 +246,7 @@ class RunTracker:
         if any(point.key.startswith("eval/") for point in points):
             self._tracker.remember(parent, SCORED, session.scored)
         if any(point.key == metrics.FAULTS for point in points):
-            self._tracker.set_tag(parent, STRUCK, "; ".join(session.struck))
+            self._tracker.set_tag(parent, STRUCK, "; ".join(session.struck.values()))
 
     def _open(self) -> Session:
         """Find or create the runs, and where the cursor stands."""

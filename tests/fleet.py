@@ -153,7 +153,8 @@ class Fleet:
 
     def process_of(self, flow_run: str) -> int | None:
         """Return the process that executes a flow run."""
-        found = processes_with("PREFECT__FLOW_RUN_ID", flow_run)
+        running = processes_with("PREFECT__FLOW_RUN_ID")
+        found = [pid for pid, its in running.items() if its == flow_run]
         return next((pid for pid in found if "prefect.engine" in command_line(pid)), None)
 
     def processes(self) -> list[int]:

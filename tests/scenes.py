@@ -156,11 +156,8 @@ class Scene:
     def leftovers(self) -> list[str]:
         """Return what still runs of this run."""
         flow_runs = [flow_run["id"] for flow_run in self.flow_runs()]
-        return [
-            processes.command_line(pid)
-            for flow_run in flow_runs
-            for pid in processes.with_variable("PREFECT__FLOW_RUN_ID", flow_run)
-        ]
+        running = processes.with_variable("PREFECT__FLOW_RUN_ID")
+        return [processes.command_line(pid) for pid, its in running.items() if its in flow_runs]
 
     # --- the fault ---
 

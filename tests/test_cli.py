@@ -22,7 +22,8 @@ from flows.cli import run_command
 from infra import deployments, services, settings
 from infra.services import Services
 from islands.config import parse_config
-from tasks import creating
+from tasks import creating, history, trainers
+from tasks.records import new_attempt
 from tasks.reporting import FragmentStatus, IslandStatus, Status
 from tasks.runs import open_run
 
@@ -694,6 +695,23 @@ def test_a_run_of_flows_is_not_changed_by_a_resumption_that_finds_no_server(desk
     before = desk.objects()
     for options in (["--driver", "prefect"], ["--driver=prefect", "--detach"]):
         require_no_prefect(desk.on("resume", *options, "--set", "total_tokens=999"))
+    assert desk.objects() == before
+
+
+def test_a_run_that_prefect_trained_never_goes_on_locally_not_even_after_an_island_was_written_off(
+    desk: Desk,
+) -> None:
+    config = parse_config(desk.config.read_text(encoding="utf-8"), source="run.toml")
+    prepared = creating.prepare_run(config, "first")
+    run = creating.create_run(prepared, creating.attempts_of(prepared))
+    trainers.enlist(run, "a flow run", new_attempt, stamp=lambda: 5.0)
+    history.register(run, "west", new_attempt, stamp=lambda: 5.0)
+    history.write_off(run, "west", stamp=lambda: 5.0)
+    before = desk.objects()
+    require_no_prefect(desk.on("resume"))
+    said = desk.on("resume", "--driver", "local")
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "must be one that Prefect never trained, got 'first'" in said.err
     assert desk.objects() == before
 
 

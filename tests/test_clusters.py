@@ -35,10 +35,6 @@ def process_of(_: object) -> int:
     return os.getpid()
 
 
-def parent_of(_: object) -> int:
-    return os.getppid()
-
-
 def refuse(text: str) -> None:
     raise ConfigError(text)
 

@@ -9,7 +9,8 @@ import pytest
 
 from infra.store import open_store
 from islands import names
-from tasks import records
+from islands.ledger import record_from_json
+from tasks import history, records
 from tests import runs
 from tests.faulty import Counting
 
@@ -45,6 +46,31 @@ def test_every_number_of_versions_has_its_newest_found(tmp_path: Path) -> None:
         records.write(store, names.version(0, version), commit.to_json())
         found = [records.find_head(store, 0, known)[0].version for known in range(version + 1)]
         assert found == [version] * (version + 1)
+
+
+def test_a_learners_last_account_is_found_in_as_few_reads_when_all_of_its_past_is_kept(
+    tmp_path: Path,
+) -> None:
+    config = runs.tiny_config(
+        tmp_path, 'retention="all"', "total_tokens=16_000", store="memory://past"
+    )
+    driver, costs = runs.start(config), []
+    run = driver.run
+    for num_versions in (5, 20):
+        while records.find_head(run.store, 0)[0].version < num_versions:
+            assert driver.advance()
+        store = Counting(run.store)
+        found = history.look_back(replace(run, store=store), "east")
+        costs.append(store.counts["read"])
+        bodies = [
+            records.require(run.store, name)[0]["record"]
+            for folder in ("inbox", "checkpoints")
+            for name in run.store.list_names(f"{folder}/")
+            if "/east/" in name
+        ]
+        links = map(record_from_json, bodies)
+        assert found.last == max(links, key=records.progress), "the same as of all of them"
+    assert costs == [len(run.layouts) + 1] * 2
 
 
 def test_saving_costs_no_more_when_the_run_has_grown(tmp_path: Path) -> None:

@@ -161,6 +161,18 @@ def test_who_starts_late_or_leaves_early_is_missed_by_no_merge() -> None:
     assert west.weight_share == pytest.approx(6 * 0.25 / 11)
 
 
+def test_a_loss_that_is_no_number_hides_nobody_elses() -> None:
+    changes = {
+        name: lambda e, loss=loss: replace(e, telemetry=Telemetry(loss=loss))
+        for name, loss in (("asia", np.nan), ("east", 3.0))
+    }
+    vitals = examine([merges(changes)], {})
+    gaps = {name: own.loss_gap for name, own in vitals.islands.items()}
+    assert gaps.pop("asia") is None
+    assert gaps == pytest.approx({"east": 0.5, "north": -0.2, "west": -0.2})
+    assert vitals.loss_rise == 0.0
+
+
 def test_the_points_of_a_window_bear_an_islands_own_step() -> None:
     row = merges({"west": lambda e: replace(e, weight=2.0, staleness=1, cosine=None)})
     points = {(p.run, p.key): p for p in window_points(row, [row[-2]])}

@@ -24,7 +24,7 @@ from tasks.inbox import Roster
 from tasks.joining import join, leave, settle
 from tasks.living import Life
 from tasks.reporting import status
-from tasks.runs import HELD_OUT, Run, open_run, read_shard, refreshed
+from tasks.runs import HELD_OUT, Run, change_config, open_run, read_shard, refreshed
 from tasks.verifying import verify
 from tests import runs
 from tests.test_living import Merging, mergings
@@ -342,6 +342,15 @@ def test_a_spare_joins_by_hand_with_its_own_shard(tmp_path: Path) -> None:
     require_sound(run)
 
 
+def test_who_is_asked_to_leave_twice_is_replaced_by_one_spare(tmp_path: Path) -> None:
+    spares = "".join(f'[[islands]]\nname = "spare-{n}"\nspare = true\n' for n in (1, 2))
+    run = created(tmp_path, *QUICK, text=runs.TINY + spares)
+    assert leave(run, "east").changes
+    assert leave(run, "east").changes == ()
+    members = {island.name for island in refreshed(run).config.members}
+    assert members == {"east", "north", "west", "spare-1"}
+
+
 def test_what_nobody_may_join_or_leave_is_refused_and_nothing_recorded(run: Run) -> None:
     history.write_off(run, "north", stamp=time.time)
     refused: list[tuple[Callable[[], object], str]] = [
@@ -354,6 +363,7 @@ def test_what_nobody_may_join_or_leave_is_refused_and_nothing_recorded(run: Run)
         (lambda: leave(run, "south"), r"one at work \(east, west\), got 'south'"),
         (lambda: leave(run, "north"), r"one at work \(east, west\), got 'north'"),
         (lambda: adjust(run, ["islands.west.spare=true"]), r"islands\.west\.spare must stay"),
+        (lambda: change_config(run, ["islands.west.spare=true"], {}), "takes part, got true"),
         (lambda: adjust(run, ["islands.west.joined_at=0.5"]), r"joined_at must stay \(0\.0\)"),
     ]
     for act, text in refused:
@@ -371,6 +381,11 @@ def test_the_last_island_does_not_leave(tmp_path: Path) -> None:
         history.write_off(run, name, stamp=time.time)
     with pytest.raises(ConfigError, match="somebody must train on when an island leaves"):
         leave(run, "north")
+    asked = created(tmp_path / "asked")
+    for name in ("east", "west"):
+        leave(asked, name)  # they have not left yet, and will train no more
+    with pytest.raises(ConfigError, match="somebody must train on when an island leaves"):
+        leave(asked, "north")
 
 
 def test_nobody_joins_a_run_whose_learners_wait_or_that_the_local_driver_trains(

@@ -86,5 +86,5 @@ def test_a_process_is_told_by_its_command_and_by_its_variables(
     child: subprocess.Popen[bytes],
 ) -> None:
     assert "time.sleep(600)" in processes.command_line(child.pid)
-    assert processes.with_variable("DILOCO_TEST_MARK", "a b=c") == [child.pid]
-    assert processes.with_variable("DILOCO_TEST_MARK", "a b") == []
+    assert processes.with_variable("DILOCO_TEST_MARK") == {child.pid: "a b=c"}
+    assert processes.with_variable("DILOCO_TEST_MAR") == {}

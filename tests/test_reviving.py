@@ -14,9 +14,11 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 
+from flows.train import _name
 from infra import automations, deployments, settings
 from infra.deployments import FlowRun, RunState
 from infra.services import Services
+from islands.types import StoreUnavailable
 from tasks import history, reviving, stopping, trainers
 from tasks.records import new_attempt
 from tasks.reviving import Reviver
@@ -80,6 +82,7 @@ def test_a_crashed_train_is_started_again_once_for_the_same_run(run: Run) -> Non
     assert (second.parameters["run"], second.parameters["resume"]) == ("r", True)
     assert second.parameters["config"]["store"] == run.store_url
     assert revived(dead).id == second.id
+    assert (reviving.is_heir(second.tags), reviving.is_heir(dead.tags)) == (True, False)
 
 
 def test_who_found_a_name_for_its_run_itself_is_started_again_for_that(run: Run) -> None:
@@ -108,6 +111,20 @@ def test_a_finished_run_and_one_that_was_never_created_are_left_alone(
     elsewhere = {**dead.parameters, "run": "nosuchrun"}
     told = reviving.revive(FlowRun(dead.id, "train", dead.name, elsewhere, dead.tags, dead.state))
     assert "run must exist" in told
+    unnamed = {**dead.parameters, "run": None}
+    told = reviving.revive(FlowRun(dead.id, "train", _name(), unnamed, dead.tags, dead.state))
+    assert "a run id must be" in told
+
+
+def test_a_run_whose_store_cannot_be_opened_for_now_is_judged_later(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = train(run)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    elsewhere = {**dead.parameters, "config": {"store": "s3://bucket/runs"}}
+    with pytest.raises(StoreUnavailable, match="must answer when it is opened"):
+        reviving.revive(FlowRun(dead.id, "train", dead.name, elsewhere, dead.tags, dead.state))
 
 
 def test_restarts_without_a_merge_are_limited_whether_one_enlists_or_not(run: Run) -> None:

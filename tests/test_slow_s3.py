@@ -17,31 +17,20 @@ from tasks.verifying import verify
 from tests import runs
 from tests.slow_s3 import SlowS3, every, first
 from tests.test_store import make_bucket
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+from tests.test_store import s3_endpoint as s3_endpoint
+from tests.test_store import s3_environment as s3_environment
 
 
 @pytest.fixture
-def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowS3]:
-    with SlowS3(endpoint) as slow:
-        keys = {"ALLOW_HTTP": "true", "REGION": "us-east-1", "ENDPOINT_URL": slow.url}
-        secrets = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
-        for name, value in (keys | secrets).items():
-            monkeypatch.setenv(f"AWS_{name}", value)
+def proxy(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowS3]:
+    with SlowS3(s3_environment) as slow:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", slow.url)
         yield slow
 
 
 @pytest.fixture
-def store(endpoint: str, proxy: SlowS3) -> Store:
-    return open_store(f"s3://{make_bucket(endpoint)}/runs")
+def store(s3_endpoint: str, proxy: SlowS3) -> Store:
+    return open_store(f"s3://{make_bucket(s3_endpoint)}/runs")
 
 
 # --- single verbs ---
@@ -177,11 +166,11 @@ SHORT = ("total_tokens=900", "sync.num_fragments=2", "local.checkpoint_steps=9")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("method", "kind", "period"), [("GET", "busy", 3), ("PUT", "failed", 4)])
 def test_a_run_over_a_bad_s3_writes_what_a_run_over_a_good_store_writes(
-    tmp_path: Path, endpoint: str, proxy: SlowS3, method: str, kind: str, period: int
+    tmp_path: Path, s3_endpoint: str, proxy: SlowS3, method: str, kind: str, period: int
 ) -> None:
     """Every third read or listing is turned away; every fourth create is done, and answered by an error."""
     script = every(period, kind)
-    urls = f"memory://good-{kind}", f"s3://{make_bucket(endpoint)}/runs"
+    urls = f"memory://good-{kind}", f"s3://{make_bucket(s3_endpoint)}/runs"
     proxy.follow(lambda seen, n: script(seen, n) if seen == method else None)
     trained = [runs.train(runs.tiny_config(tmp_path, *SHORT, store=url)) for url in urls]
     proxy.follow(lambda seen, n: None)
@@ -196,11 +185,11 @@ def test_a_run_over_a_bad_s3_writes_what_a_run_over_a_good_store_writes(
 # --- many names ---
 
 
-def test_2500_names_come_in_three_pages_and_all_of_them(endpoint: str, proxy: SlowS3) -> None:
+def test_2500_names_come_in_three_pages_and_all_of_them(s3_endpoint: str, proxy: SlowS3) -> None:
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.s3.models import s3_backends
 
-    bucket = make_bucket(endpoint)
+    bucket = make_bucket(s3_endpoint)
     backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
     names = [f"versions/f0000/v{n:08d}.json" for n in range(2500)]
     for name in names:

@@ -102,6 +102,18 @@ def test_a_run_is_created_with_version_0_of_every_fragment(tmp_path: Path) -> No
     assert open_or_create(config, "mine", resume=False).run_id == "mine"
 
 
+def test_a_request_to_stop_is_taken_back_by_resume_and_not_by_the_heir_of_a_crashed_train(
+    tmp_path: Path,
+) -> None:
+    config = runs.tiny_config(tmp_path)
+    run = open_or_create(config, "r", resume=False)
+    stopping.ask(run, is_stop=True, reason="a test", mark="a-1")
+    open_or_create(config, "r", resume=True, is_heir=True)
+    assert stopping.is_asked(run)
+    open_or_create(config, "r", resume=True)
+    assert not stopping.is_asked(run)
+
+
 @pytest.mark.parametrize(
     ("assignment", "run_id", "part"),
     [

@@ -21,7 +21,7 @@ from islands import chaos, names
 from islands.chaos import Fault, Plan
 from islands.contributions import Tally
 from islands.types import StoreUnavailable
-from tasks import history, records, spoiling, targets
+from tasks import history, joining, records, spoiling, targets
 from tasks.chaos import Chaos, unleash
 from tasks.enduring import Endured
 from tasks.local import Driver
@@ -109,7 +109,7 @@ def test_a_kill_meets_the_process_that_trains_and_is_recorded(run: Run, counter:
     assert told == [f"east's learner: SIGKILL to process {counter.process.pid}"]
     under_way.look()
     assert under_way.is_done
-    (strike,) = records.read_strikes(run.store)
+    (strike,) = records.read_strikes(run.store).values()
     assert (strike.told, strike.fault.island) == (told[0], "east")
     assert not [p for p in verify(run.store_url, run.run_id).problems if "chaos" in p.name]
 
@@ -157,6 +157,18 @@ def test_what_never_struck_is_told_after_the_end_and_nothing_is_written_then(
     assert unleash(run, Plan((fault,)), say=print) == [fault]
     assert run.store.list_names("") == before
     assert verify(run.store_url, run.run_id).problems == []
+
+
+def test_a_plan_goes_on_while_an_island_trains_that_has_joined_since(run: Run) -> None:
+    under_way, _ = begin(run, Fault("kill", island="east", after_seconds=600.0))
+    joining.join(run, "south", [])
+    for island in ("east", "north", "west"):
+        history.write_off(run, island, stamp=time.time)
+    under_way.look()
+    assert not under_way.is_over
+    history.write_off(run, "south", stamp=time.time)
+    under_way.look()
+    assert under_way.is_over
 
 
 # --- stop and slow ---
@@ -410,5 +422,10 @@ def test_bytes_of_what_was_merged_all_the_same_are_put_back(driver: Driver) -> N
     damaged = bytes([pending.data[0] ^ 1]) + pending.data[1:]
     driver.run.store.delete(pending.name)
     driver.run.store.create(pending.name, damaged)
+    merged = pending.version
     assert pending.is_settled(driver.run)
     assert driver.run.store.read(pending.name) == pending.data
+    driver.run.store.delete(pending.contribution)  # collected before anybody looked
+    pending.version = merged
+    assert pending.is_settled(driver.run)
+    assert driver.run.store.read(pending.name) is None

@@ -258,6 +258,18 @@ def test_when_every_island_is_cancelled_the_run_stops_and_can_go_on(run: Run) ->
 
 
 @pytest.mark.slow
+def test_a_cancelled_island_stays_away_when_a_crashed_train_is_started_again_and_returns_on_resume(
+    run: Run,
+) -> None:
+    first = ticked(Supervisor(run, LOG))
+    end(first["east"], StateType.CANCELLED)
+    heir = Supervisor(run, LOG, is_heir=True)
+    assert ticked(heir) == ticked(heir) == first
+    assert heir.outlook() == "goes on"
+    assert ticked(Supervisor(run, LOG))["east"] != first["east"]
+
+
+@pytest.mark.slow
 def test_an_island_that_has_left_is_not_started(run: Run) -> None:
     write(run, "west")
     supervisor = Supervisor(run, LOG)

@@ -230,11 +230,16 @@ def test_what_is_wrong_with_a_run_is_a_tag_that_follows_it(
         return runs_of(server.uri, experiment)["run"].data.tags["diloco.health"]
 
     assert tag() == ""
-    sick = run.config.model_copy(update={"health": HealthConfig(max_share=0.33)})
-    tracker.run = replace(run, config=sick)
-    assert tag() == "dominant east, dominant north, dominant west"
+    config = run.config.model_copy(update={"health": HealthConfig(max_share=0.33)})
+    sick, found = replace(run, config=config), "dominant east, dominant north, dominant west"
+    tracker.run = sick
+    assert tag() == found
+    tracker = RunTracker(sick, open_tracker(server.uri), experiment)  # which finds it so
+    assert tag() == found
     tracker.run = run
     assert tag() == ""
+    tracker.run = sick
+    assert tag() == found
 
 
 def test_configuration_and_figures_lie_beside_the_parent(
