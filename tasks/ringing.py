@@ -24,8 +24,8 @@ from tasks.runs import Run
 
 # How long a call may go unanswered before the second one.
 RING_SECONDS = 10.0
-# A living synchronizer merges within pace and grace; twice that, and at least so long, says it is not there. Another one
-# takes about as long to start: to doubt sooner gains little, and calls for help that makes a busy machine busier.
+# A living synchronizer merges within pace and grace; twice that, and at least so long, says it is not there. To start
+# another one takes about as long: to doubt sooner gains little, and calls for help that makes a busy machine busier.
 SHORTEST_DOUBT_SECONDS = 5.0
 
 
