@@ -196,7 +196,7 @@ def _send(flow: int, function: str, argument: str) -> None:
     """Have a function run in the worker of the cluster that a flow's process holds."""
     ports = [str(port) for port in _ports(flow)]
     command = [sys.executable, "-c", _SEND, function, argument, *ports]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.stdout == "sent\n", done.stderr
 
 

@@ -106,9 +106,9 @@ SIDE_BY_SIDE = (
     ),
     Chain(
         (
-            Case("worker told to end", strikes.worker_told_to_end),
-            Case("worker paused", strikes.worker_paused),
             Case("worker holds its interpreter", strikes.interpreter_held),
+            Case("worker paused", strikes.worker_paused),
+            Case("worker told to end", strikes.worker_told_to_end),
             Case("island flow killed", strikes.island_flow_killed),
         )
     ),
