@@ -18,11 +18,14 @@ def require_shareable(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: it needs one process.
     """
-    if config.store.startswith("memory:"):
-        raise ConfigError(
-            f"store must be a place that several processes share, got {config.store}; "
-            "choose file://, s3:// or gs://, or train with `--driver local`"
-        )
+    places = {"store": config.store}
+    places |= {f"islands.{i.name}.checkpoints": i.checkpoints or "" for i in config.islands}
+    for key, url in places.items():
+        if url.startswith("memory:"):
+            raise ConfigError(
+                f"{key} must be a place that several processes share, got {url}; "
+                "choose file://, s3:// or gs://, or train with `--driver local`"
+            )
     return config
 
 
