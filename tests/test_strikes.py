@@ -20,9 +20,9 @@ from infra.link import Link
 from islands import chaos, names
 from islands.chaos import Fault, Plan
 from islands.contributions import Tally
-from islands.types import StoreUnavailable
+from islands.types import ConfigError, StoreUnavailable
 from tasks import history, records, spoiling, targets
-from tasks.chaos import Chaos, unleash
+from tasks.chaos import Chaos, require_strikable, unleash
 from tasks.enduring import Endured
 from tasks.local import Driver
 from tasks.records import new_attempt
@@ -411,3 +411,9 @@ def test_bytes_of_what_was_merged_all_the_same_are_put_back(driver: Driver) -> N
     driver.run.store.create(pending.name, damaged)
     assert pending.is_settled(driver.run)
     assert driver.run.store.read(pending.name) == pending.data
+
+
+def test_what_the_local_driver_trains_is_not_struck(driver: Driver) -> None:
+    advance_until_pending(driver, "north")
+    with pytest.raises(ConfigError, match="must be one that Prefect trains, got 'r'"):
+        require_strikable(driver.run)
