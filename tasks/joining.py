@@ -58,7 +58,7 @@ def leave(run: Run, name: str) -> Adjusted:
         training = {i.name for i in config.members} - progress.departed
         if name not in training:
             raise ConfigError(
-                f"an island that leaves must be one at work ({', '.join(sorted(training))}), got {name!r}; "
+                f"an island that leaves must be one at work ({', '.join(sorted(training)) or 'none'}), got {name!r}; "
                 "correct the name"
             )
         has_spare = not is_local and any(island.spare for island in config.islands)

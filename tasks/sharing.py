@@ -30,9 +30,12 @@ def require_shareable(config: RunConfig) -> RunConfig:
 
 
 def was_local(run: Run) -> bool:
-    """Say whether the local driver trained a run: its learners run nowhere in particular."""
+    """Say whether the local driver trained a run: its learners run nowhere in particular.
+
+    On Prefect that is so of islands that were written off, whose last life is nobody's.
+    """
     if run.store.list_names("driver/"):
         return True
     newest = records.newest_incarnations(run.store).items()
     found = [records.require(run.store, names.incarnation(*one))[0] for one in newest]
-    return any(not body.get("where") for body in found)
+    return bool(found) and not any(body.get("where") for body in found)

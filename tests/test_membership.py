@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra import processes
 from islands import membership, names
 from islands.config import RunConfig, parse_config
 from islands.learner import Learner
@@ -25,6 +26,7 @@ from tasks.joining import join, leave, settle
 from tasks.living import Life
 from tasks.reporting import status
 from tasks.runs import HELD_OUT, Run, change_config, open_run, read_shard, refreshed
+from tasks.sharing import was_local
 from tasks.verifying import verify
 from tests import runs
 from tests.test_living import Merging, mergings
@@ -351,6 +353,15 @@ def test_a_spare_joins_by_hand_with_its_own_shard(tmp_path: Path) -> None:
     require_sound(run)
 
 
+def test_a_run_that_wrote_an_island_off_is_still_one_on_prefect(tmp_path: Path) -> None:
+    run = created(tmp_path)
+    history.register(run, "west", records.new_attempt, stamp=time.time, where=processes.here())
+    history.register(run, "east", records.new_attempt, stamp=time.time)
+    history.write_off(run, "east", stamp=time.time)
+    assert not was_local(run)
+    assert {change.acts for change in join(run, "south", []).changes} == {"at once"}
+
+
 def test_what_nobody_may_join_or_leave_is_refused_and_nothing_recorded(run: Run) -> None:
     history.write_off(run, "north", stamp=time.time)
     refused: list[tuple[Callable[[], object], str]] = [
@@ -403,7 +414,6 @@ def test_what_a_newcomer_saves_in_a_store_of_its_own_is_seen_by_who_knew_the_run
     life.train(0.5)
     life.close()
     assert history.checkpoints(refreshed(run), "south") != []
-    require_sound(refreshed(run))
 
 
 def test_the_last_island_does_not_leave(tmp_path: Path) -> None:
