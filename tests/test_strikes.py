@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -395,6 +396,17 @@ def test_a_corrupt_contribution_is_refused_and_verify_knows_who_did_it(tmp_path:
     run.store.delete(strike)  # nobody says any more that it was on purpose
     found = {problem.name for problem in verify(run.store_url, run.run_id).problems}
     assert found == {pending.name, strike}
+
+
+def test_damage_to_what_later_work_has_passed_is_not_waited_for(driver: Driver) -> None:
+    pending = advance_until_pending(driver, "north")
+    key = names.parse_contribution(pending.contribution)
+    assert key is not None
+    while records.find_head(driver.run.store, pending.fragment)[0].version == pending.version:
+        assert driver.advance()
+    earlier = names.contribution(key._replace(stop=key.stop._replace(step=key.stop.step - 1)))
+    driver.run.store.create(earlier, b"it lies there until somebody collects it")
+    assert replace(pending, contribution=earlier).is_settled(driver.run)
 
 
 def test_bytes_of_what_was_merged_all_the_same_are_put_back(driver: Driver) -> None:
