@@ -11,8 +11,8 @@ from pydantic import Field
 
 from islands.chaos import KINDS, TARGETS, Fault, Kind, Plan, Target, checked, random_plan
 from islands.types import ConfigError
-from tasks.chaos import unleash
-from tasks.runs import open_run, require_unfinished
+from tasks.chaos import require_strikable, unleash
+from tasks.runs import open_run
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 # This flow is a child of the process that serves it, and would end with it.
@@ -42,7 +42,7 @@ def chaos(
         kinds: What a random fault may be.
         targets: Whom it may strike. `serve` can only be struck from outside, by `diloco chaos`.
     """
-    opened = require_unfinished(open_run(store, run))
+    opened = require_strikable(open_run(store, run))
     islands, log = [island.name for island in opened.config.members], get_run_logger()
     if faults:
         plan = checked(Plan(faults), islands, source="faults")

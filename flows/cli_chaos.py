@@ -51,7 +51,7 @@ def chaos(
     store: StoreUrl = None,
 ) -> int:
     """Strike a run on this machine with faults, and record each; exit status 1 if some found nobody to strike."""
-    from tasks.runs import require_unfinished
+    from tasks.chaos import require_strikable
 
     with following.stopping("ending the plan; whoever stands still goes on") as is_stopped:
         if (plan is None) == (seed is None):
@@ -59,7 +59,7 @@ def chaos(
             raise ConfigError(
                 f"chaos must be told --plan FILE or --seed N, one of them, got {what}; give one"
             )
-        opened = require_unfinished(open_named(run, store))
+        opened = require_strikable(open_named(run, store))
         islands = [island.name for island in opened.config.members]
         if plan is not None:
             planned = plan_from_toml(_read(plan), islands, source=str(plan))

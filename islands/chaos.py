@@ -155,10 +155,12 @@ def checked(plan: Plan, islands: Collection[str], *, source: str) -> Plan:
     """Return a plan that keeps every rule.
 
     Raises:
-        ConfigError: it does not, or is empty.
+        ConfigError: it does not, is empty, or too long.
     """
-    if not plan.faults:
-        raise ConfigError(f"{source}: a plan must have a fault, got none; add one")
+    if not 1 <= len(plan.faults) <= MOST_FAULTS:
+        raise ConfigError(
+            f"{source}: a plan must have 1 to {MOST_FAULTS:,} faults, got {len(plan.faults):,}; add or remove some"
+        )
     problems = [
         f"{source}: faults.{index}.{text}"
         for index, fault in enumerate(plan.faults)

@@ -189,19 +189,17 @@ def _silent(name: str, missed: int, limits: Limits, setting: Setting) -> Finding
 
 def _of_island(name: str, own: Vitals, limits: Limits, setting: Setting) -> Iterator[Finding]:
     if own.staleness > limits.max_staleness:
-        longer = _adjust(setting, f"sync.period_steps={2 * setting.period_steps}")
-        remedy = f"a longer period leaves time for its way: {longer}"
-        yield Finding(
-            "stale", name, own.staleness, limits.max_staleness, "sync.period_steps", remedy
-        )
+        knob, remedy = _lengthen(setting)
+        yield Finding("stale", name, own.staleness, limits.max_staleness, knob, remedy)
     if own.late_share > limits.max_late_share:
         knob, remedy = _wait_longer(setting)
         yield Finding("late", name, own.late_share, limits.max_late_share, knob, remedy)
-    if own.token_share is not None and own.token_share < limits.min_token_share:
+    share = None if setting.blocks else own.token_share  # where all wait, all take as many steps
+    if share is not None and share < limits.min_token_share:
         knob = f"islands.{name}.speed"
-        true = _adjust(setting, f"{knob}={setting.members[name].speed * own.token_share:.2g}")
+        true = _adjust(setting, f"{knob}={setting.members[name].speed * share:.2g}")
         remedy = f"say how fast it is: {true}"
-        yield Finding("small", name, own.token_share, limits.min_token_share, knob, remedy)
+        yield Finding("small", name, share, limits.min_token_share, knob, remedy)
     if own.norm_ratio is not None and own.norm_ratio < 1 / limits.max_norm_ratio:
         knob, remedy = _set_apart(name, setting)
         yield Finding("weak", name, own.norm_ratio, 1 / limits.max_norm_ratio, knob, remedy)
@@ -247,8 +245,18 @@ def _wait_longer(setting: Setting) -> tuple[str, str]:
         longer = min(1.0, max(0.25, 2 * setting.grace_fraction))
         wait = _adjust(setting, f"sync.grace_fraction={longer:g}")
         return "sync.grace_fraction", f"let merges wait longer for the late: {wait}"
-    longer_period = _adjust(setting, f"sync.period_steps={2 * setting.period_steps}")
-    return "sync.period_steps", f"a longer period leaves time for its way: {longer_period}"
+    return _lengthen(setting)
+
+
+def _lengthen(setting: Setting) -> tuple[str, str]:
+    """Return the way to more time for what is sent, as far as the run's rules let it."""
+    if setting.blocks:
+        return (
+            "sync.algorithm",
+            f"`diloco status {setting.run_id}` shows who comes back: where all wait, only deaths lose work",
+        )
+    command = _adjust(setting, f"sync.period_steps={2 * setting.period_steps}")
+    return "sync.period_steps", f"a longer period leaves time for its way: {command}"
 
 
 def _set_apart(name: str, setting: Setting) -> tuple[str, str]:

@@ -45,10 +45,26 @@ def joined(config: RunConfig, name: str, progress: Progress) -> RunConfig:
     return _deal(_enlisted(config, name, progress), progress)
 
 
-def departing(config: RunConfig, name: str, progress: Progress) -> RunConfig:
-    """Let an island leave with what it has trained; a spare, if there is one, takes its place."""
+def staying(config: RunConfig, progress: Progress) -> set[str]:
+    """Return the islands that can train more: they have neither left nor been told to go with what they have."""
+    return {
+        island.name
+        for island in config.members
+        if island.name not in progress.departed
+        and (island.tokens is None or island.tokens > progress.tokens_of(island.name))
+    }
+
+
+def departing(
+    config: RunConfig, name: str, progress: Progress, *, may_replace: bool = True
+) -> RunConfig:
+    """Let an island leave with what it has trained; a spare, if there is one and it may, takes its place.
+
+    Of one that is leaving already the place is taken.
+    """
     gone = Progress(progress.trained, progress.departed | {name})
-    return _deal(_replaced(config, 1, gone), gone)
+    num_free = 1 if may_replace and name in staying(config, progress) else 0
+    return _deal(_replaced(config, num_free, gone), gone)
 
 
 def settled(config: RunConfig, progress: Progress) -> RunConfig:

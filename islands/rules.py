@@ -46,13 +46,13 @@ def broken_rules(config: RunConfig) -> Iterator[str]:
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"islands must have unique names, got {', '.join(twice)} more than once; rename one of them"
+    members = [island.name for island in config.members]
     for index, fault in enumerate(config.local.faults):
-        if fault.island not in names:
+        if fault.island not in members:
             yield (
-                f"local.faults.{index}.island must name an island ({', '.join(names)}), "
+                f"local.faults.{index}.island must name an island ({', '.join(members)}), "
                 f"got {shown(fault.island)}; correct the name or remove the fault"
             )
-    members = [island.name for island in config.members]
     if not members:
         yield "islands must have one that is no spare, got spares alone; set spare = false on one"
     if members and sync.min_learners is not None and sync.min_learners > len(members):

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 from islands import steering
 from islands.config import RunConfig, config_from_json, parse_config, to_toml
-from islands.overrides import shown
 from islands.steering import Change
 from islands.types import ConfigError
 from tasks import records, stopping
-from tasks.runs import Run, record_change
+from tasks.runs import Run, record_change, require_same_members
 from tasks.sharing import was_local
 
 RESUMED = "when the run is resumed"
@@ -50,7 +49,7 @@ def adjust(run: Run, assignments: Sequence[str]) -> Adjusted:
             )
         if not is_local:
             _require_free_pace(config, changed)
-        _require_members(run, config, changed)
+        require_same_members(run.run_id, config, changed)
         return changed
 
     return record(run, derive, is_local=is_local)
@@ -88,16 +87,6 @@ def record(
     if is_local or stopping.is_asked(run):
         changes = tuple(replace(change, acts=RESUMED) for change in changes)
     return Adjusted(changes, tuple(sorted(records.departed(run.store))))
-
-
-def _require_members(run: Run, config: RunConfig, changed: RunConfig) -> None:
-    """Refuse what changes who takes part: that needs more than one setting."""
-    for change in steering.changes_between(config, changed):
-        if change.key.endswith((".spare", ".joined_at")):
-            raise ConfigError(
-                f"{change.key} must stay ({shown(change.before)}), got {shown(change.after)}; "
-                f"`diloco join {run.run_id} ISLAND` starts a spare, `diloco leave` ends an island"
-            )
 
 
 def _require_free_pace(config: RunConfig, changed: RunConfig) -> None:

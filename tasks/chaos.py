@@ -20,10 +20,11 @@ from infra import processes
 from infra.holding import Hold
 from islands import chaos, names
 from islands.chaos import Fault, Plan, Strike
-from islands.types import DamagedObject, StoreUnavailable, VersionTaken
+from islands.types import ConfigError, DamagedObject, StoreUnavailable, VersionTaken
 from tasks import records, spoiling, targets
 from tasks.records import new_attempt
-from tasks.runs import Run, refreshed
+from tasks.runs import Run, refreshed, require_unfinished
+from tasks.sharing import was_local
 from tasks.spoiling import Spoil
 
 _LOOK_SECONDS = 0.2
@@ -170,6 +171,20 @@ class Chaos:
             merged_tokens=self._merged_tokens,
             spoiled=spoiled,
         )
+
+
+def require_strikable(run: Run) -> Run:
+    """Return a run under way whose learners are processes of their own.
+
+    Raises:
+        ConfigError: it has finished, or the local driver trains it: nobody would ever be struck.
+    """
+    if was_local(require_unfinished(run)):
+        raise ConfigError(
+            f"a run to strike must be one that Prefect trains, got {run.run_id!r}, which the local driver trains; "
+            "`local.faults` scripts deaths there"
+        )
+    return run
 
 
 def unleash(

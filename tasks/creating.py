@@ -72,6 +72,7 @@ def prepare_run(
             f"choose another name, or continue it with `diloco resume {run_id}`"
         )
     require_devices(config)
+    _require_all_dealt(config)
     route(store, config, run_id)
     split = split_text(config)
     for island in config.islands:
@@ -84,6 +85,16 @@ def prepare_run(
     if origin is not None:
         require_match(origin, layouts)
     return Prepared(config, run_id, store, split, layouts, built, origin)
+
+
+def _require_all_dealt(config: RunConfig) -> None:
+    """Raise ConfigError if every island has a number of tokens, and together they train less than the run."""
+    numbers = [island.tokens for island in config.members if island.tokens is not None]
+    if len(numbers) == len(config.members) and sum(numbers) < config.total_tokens:
+        raise ConfigError(
+            f"islands.*.tokens must add up to total_tokens ({config.total_tokens}) where each island has a number, "
+            f"got {sum(numbers)}; raise one, or leave one out"
+        )
 
 
 def split_text(config: RunConfig) -> Split:

@@ -11,7 +11,7 @@ from islands import membership, names
 from islands.config import RunConfig, parse_config, to_toml
 from islands.membership import Progress
 from islands.sections import IslandConfig
-from islands.types import ConfigError
+from islands.types import ConfigError, is_plain_name
 from tasks import adjusting, history, records
 from tasks.adjusting import Adjusted
 from tasks.runs import Run, record_change, refreshed
@@ -33,6 +33,8 @@ def join(run: Run, name: str, assignments: Sequence[str]) -> Adjusted:
             f"`diloco train --from {run.run_id}` begins a run with other islands"
         )
 
+    _require_plain(name, assignments)
+
     def derive(config: RunConfig) -> RunConfig:
         progress = _progress(run, config)
         _require_open(config, name, progress)
@@ -49,25 +51,26 @@ def leave(run: Run, name: str) -> Adjusted:
         ConfigError: no such island, it has left, or nobody would be left to train.
     """
 
+    is_local = was_local(run)  # its learners are seated for good: no spare takes a place there
+
     def derive(config: RunConfig) -> RunConfig:
         progress = _progress(run, config)
         training = {i.name for i in config.members} - progress.departed
         if name not in training:
             raise ConfigError(
-                f"an island that leaves must be one at work ({', '.join(sorted(training))}), got {name!r}; "
+                f"an island that leaves must be one at work ({', '.join(sorted(training)) or 'none'}), got {name!r}; "
                 "correct the name"
             )
-        can_train = {i.name for i in config.islands if _can_train_more(i, progress)}
-        if name not in can_train:
-            return config  # it was asked to leave before, or has trained all it was to
-        if can_train == {name}:
+        has_spare = not is_local and any(island.spare for island in config.islands)
+        if not has_spare and membership.staying(config, progress) <= {name}:
             raise ConfigError(
                 f"somebody must train on when an island leaves, got {name!r}, the last one; "
                 f"`diloco stop {run.run_id}` stops the run"
             )
-        return _checked(membership.departing(config, name, progress))
+        gone = membership.departing(config, name, progress, may_replace=not is_local)
+        return _checked(gone)
 
-    return adjusting.record(run, derive, is_local=was_local(run))
+    return adjusting.record(run, derive, is_local=is_local)
 
 
 def settle(run: Run) -> Run:
@@ -78,12 +81,6 @@ def settle(run: Run) -> Run:
         return run
     record_change(run, lambda config: membership.settled(config, _progress(run, config)))
     return refreshed(run)
-
-
-def _can_train_more(island: IslandConfig, progress: Progress) -> bool:
-    """Say whether an island could train what another leaves: not one that has left, or was asked to a moment ago."""
-    is_open = island.tokens is None or island.tokens > progress.tokens_of(island.name)
-    return island.spare or (is_open and island.name not in progress.departed)
 
 
 def _progress(run: Run, config: RunConfig) -> Progress:
@@ -108,6 +105,21 @@ def _require_open(config: RunConfig, name: str, progress: Progress) -> None:
         raise ConfigError(
             f"something must be left to train when an island joins, got total_tokens {config.total_tokens}, all "
             "trained; raise it with `diloco adjust`"
+        )
+
+
+def _require_plain(name: str, assignments: Sequence[str]) -> None:
+    """Refuse a name that is none, and settings that follow from the run and the moment."""
+    if not is_plain_name(name):
+        raise ConfigError(
+            "an island's name must be 1 to 64 of a-z 0-9 - _, alphanumeric at both ends, "
+            f"got {name!r}; choose a plain name"
+        )
+    keys = {assignment.partition("=")[0].strip() for assignment in assignments}
+    if dealt := sorted(keys & {"name", "tokens", "joined_at", "spare"}):
+        raise ConfigError(
+            f"settings of an island that joins must not be those that joining decides, got {dealt[0]} for {name!r}; "
+            "remove it"
         )
 
 

@@ -28,6 +28,7 @@ from islands.config import (
     to_toml,
 )
 from islands.data import require_enough
+from islands.overrides import shown
 from islands.sections import IslandConfig
 from islands.types import (
     ConfigError,
@@ -148,6 +149,7 @@ def change_config(run: Run, assignments: Sequence[str], environment: Mapping[str
         changed = parse_config(
             to_toml(config), assignments=assignments, environment=environment, source="the run"
         )
+        require_same_members(run.run_id, config, changed)
         return changed.model_copy(update={"store": config.store})  # it lies where it lies
 
     record_change(run, derive)
@@ -163,7 +165,8 @@ def record_change(
     may be added behind those the run has.
 
     Raises:
-        ConfigError: the run has ended, an identity key would change (all of them are named), or a shard is too small.
+        ConfigError: the run has ended, an identity key would change (all of them are named), a shard is too small, or
+            a store for checkpoints cannot be opened.
     """
     while True:
         run = refreshed(require_unfinished(run))
@@ -177,6 +180,24 @@ def record_change(
         except VersionTaken:
             continue
         return run.config, changed
+
+
+def require_same_members(run_id: str, config: RunConfig, changed: RunConfig) -> None:
+    """Refuse what changes who takes part: that needs more than one setting.
+
+    Raises:
+        ConfigError: it does.
+    """
+    known = {island.name: island for island in config.islands}
+    for island in changed.islands:
+        before = known.get(island.name, island)
+        for key in ("spare", "joined_at"):
+            old, new = getattr(before, key), getattr(island, key)
+            if old != new:
+                raise ConfigError(
+                    f"islands.{island.name}.{key} must stay ({shown(old)}), got {shown(new)}; "
+                    f"`diloco join {run_id} ISLAND` starts a spare, `diloco leave` ends an island"
+                )
 
 
 def refreshed(run: Run) -> Run:
@@ -193,7 +214,17 @@ def refreshed(run: Run) -> Run:
         pass
     if number == run.num_changes:
         return run
-    return replace(run, config=config, num_changes=number)
+    return replace(run, store=_joined_by(run, config), config=config, num_changes=number)
+
+
+def _joined_by(run: Run, config: RunConfig) -> Store:
+    """Return the run's store with the places of islands that the run did not have when it was opened."""
+    known = {island.name for island in run.config.islands}
+    fresh = tuple(island for island in config.islands if island.name not in known)
+    try:
+        return route(run.store, config.model_copy(update={"islands": fresh}), run.run_id)
+    except ConfigError:  # out of reach from here: settings must not wait for it
+        return run.store
 
 
 def as_most_forgiving(run: Run) -> Run:
@@ -300,15 +331,22 @@ def _require_possible(run: Run, changed: RunConfig, *, may_grow: bool) -> None:
             f"a run's identity cannot change, got other values for {', '.join(broken)}; "
             f"keep them, or start a new run, perhaps with --from {run.run_id}"
         )
-    members = {island.name for island in run.config.members}
+    _require_its_places(run, changed)
     for island in changed.islands:
-        if island.spare and island.name in members:
-            raise ConfigError(
-                f"islands.{island.name}.spare must stay false once an island takes part, got true; "
-                f"`diloco leave {run.run_id} {island.name}` ends it"
-            )
         size, context = sum(_shards_of(run, island.name).values()), changed.model.context
         require_enough(island.name, size, batch_size=island.batch_size, context=context)
+
+
+def _require_its_places(run: Run, changed: RunConfig) -> None:
+    """Refuse a store for checkpoints that lacks an island's past, or cannot be opened: the run never could again."""
+    route(run.store, changed, run.run_id)
+    for island in run.config.members:
+        place = next(i for i in changed.islands if i.name == island.name).checkpoints
+        if place != island.checkpoints:
+            raise ConfigError(
+                f"islands.{island.name}.checkpoints must stay ({shown(island.checkpoints)}), where those it has lie, "
+                f"got {shown(place)}; `diloco train --from {run.run_id}` begins a run with another place"
+            )
 
 
 def _config_of(name: str, body: Any) -> RunConfig:

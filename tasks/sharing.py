@@ -18,11 +18,14 @@ def require_shareable(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: it needs one process.
     """
-    if config.store.startswith("memory:"):
-        raise ConfigError(
-            f"store must be a place that several processes share, got {config.store}; "
-            "choose file://, s3:// or gs://, or train with `--driver local`"
-        )
+    places = {"store": config.store}
+    places |= {f"islands.{i.name}.checkpoints": i.checkpoints or "" for i in config.islands}
+    for key, url in places.items():
+        if url.startswith("memory:"):
+            raise ConfigError(
+                f"{key} must be a place that several processes share, got {url}; "
+                "choose file://, s3:// or gs://, or train with `--driver local`"
+            )
     return config
 
 
@@ -41,11 +44,14 @@ def require_local(run: Run) -> Run:
 
 
 def was_local(run: Run) -> bool:
-    """Say whether the local driver trained a run, and Prefect never did: its learners run nowhere in particular."""
-    if trainers.count(run) > 0:  # an island that was written off runs nowhere either
+    """Say whether the local driver trained a run, and Prefect never did: its learners run nowhere in particular.
+
+    On Prefect that is so of islands that were written off, whose last life is nobody's.
+    """
+    if trainers.count(run) > 0:
         return False
     if run.store.list_names("driver/"):
         return True
     newest = records.newest_incarnations(run.store).items()
     found = [records.require(run.store, names.incarnation(*one))[0] for one in newest]
-    return any(not body.get("where") for body in found)
+    return bool(found) and not any(body.get("where") for body in found)

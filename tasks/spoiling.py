@@ -47,6 +47,7 @@ class Spoil:
         Raises:
             StoreUnavailable: the store did not answer; ask again.
         """
+        key = names.parse_contribution(self.contribution)
         while (
             found := records.read_commit(run.store, self.fragment, self.version + 1)
         ) is not None:
@@ -55,6 +56,8 @@ class Spoil:
                 return True
             if self.contribution in {verdict.name for verdict in found[0].refused}:
                 return True
+            if key is not None and not _may_count(key, found[0]):
+                return True  # later work of the learner was merged
             self.version += 1
         is_over = run.store.read(names.FINISHED) is not None
         return is_over or run.store.read(self.contribution) is None
@@ -90,7 +93,11 @@ def find_pending(run: Run, island: str) -> Spoil | None:
 
 def _is_open(name: str, key: names.ContributionKey, head: Commit) -> bool:
     is_refused = name in {verdict.name for verdict in head.refused}
-    return not is_refused and key.stop > head.tallies.get(key.learner, Tally()).consumed_to
+    return not is_refused and _may_count(key, head)
+
+
+def _may_count(key: names.ContributionKey, head: Commit) -> bool:
+    return key.stop > head.tallies.get(key.learner, Tally()).consumed_to
 
 
 def _spoil(run: Run, offer: Contribution, head: Commit) -> Spoil | None:

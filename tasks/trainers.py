@@ -11,7 +11,7 @@ from typing import Any
 
 from infra import processes
 from islands import names
-from islands.types import VersionTaken
+from islands.types import DamagedObject, VersionTaken
 from tasks import records
 from tasks.collecting import find_heads
 from tasks.records import NewAttempt, Stamp
@@ -55,7 +55,7 @@ def count(run: Run) -> int:
 
 
 def newest(run: Run) -> Trainer | None:
-    """Return who looks after the run, or did last; None if nobody ever has."""
+    """Return who looks after the run, or did last; None if nobody ever has, or it cannot be told."""
     number = count(run) - 1
     return None if number < 0 else _trainer(run, number)
 
@@ -63,7 +63,8 @@ def newest(run: Run) -> Trainer | None:
 def number_of(run: Run, flow_run: str) -> int | None:
     """Return the number by which a flow run has enlisted, None if it has not."""
     for number in reversed(range(count(run))):
-        if _trainer(run, number).flow_run == flow_run:
+        trainer = _trainer(run, number)
+        if trainer is not None and trainer.flow_run == flow_run:
             return number
     return None
 
@@ -72,7 +73,8 @@ def num_vain(run: Run) -> int:
     """Return how many of the newest, without a gap, enlisted when the run had as many merges as now."""
     last, num_merges = count(run), _num_merges(run)
     for number in reversed(range(last)):
-        if _trainer(run, number).num_merges != num_merges:
+        trainer = _trainer(run, number)
+        if trainer is not None and trainer.num_merges != num_merges:
             return last - 1 - number
     return last
 
@@ -81,10 +83,13 @@ def _num_merges(run: Run) -> int:
     return sum(head.version for head in find_heads(run))
 
 
-def _trainer(run: Run, number: int) -> Trainer:
+def _trainer(run: Run, number: int) -> Trainer | None:
+    """Return who enlisted by a number; None where that is damaged: `verify` names it, and nobody's work must end."""
     name = names.numbered(FOLDER, number)
-    body, _ = records.require(run.store, name)
-    trainer: Trainer = records.parsed(name, _read, body)
+    try:
+        trainer: Trainer = records.parsed(name, _read, records.require(run.store, name)[0])
+    except DamagedObject:
+        return None
     return trainer
 
 

@@ -106,13 +106,20 @@ def test_a_fault_that_breaks_a_rule_is_refused(fields: str, problem: str) -> Non
         ("faults = 3", "a plan must hold [[faults]] and nothing else, got faults"),
         ("[[faults]]\nkind = 'kill'\n[other]", "got faults, other"),
         ("", "got nothing"),
-        ("faults = []", "a plan must have a fault, got none"),
+        ("faults = []", "a plan must have 1 to 10,000 faults, got 0"),
         ("faults = [7]", "faults.0 must be a table, got 7"),
         ("[[faults", "must be TOML"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, problem: str) -> None:
     assert any(problem in line for line in problems(text))
+
+
+def test_a_plan_has_an_end() -> None:
+    fault = '[[faults]]\nkind = "kill"\ntarget = "train"\nafter_seconds = 1\n'
+    assert problems(fault * 10_001) == [
+        "p.toml: a plan must have 1 to 10,000 faults, got 10,001; add or remove some"
+    ]
 
 
 def test_a_seed_is_a_plan_and_another_seed_another_one() -> None:

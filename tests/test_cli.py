@@ -502,6 +502,7 @@ BAD_SETTINGS = [
     (["sync.num_fragments=99", "sync.period_steps=99"], ["sync.num_fragments must be", "got 99", "; choose"]),
     (["store=ftp://host/runs"], ["a store URL must begin with", "got 'ftp'", "; for a local folder"]),
     (["store=runs"], ["a store URL must begin with", "got 'runs'", "; for a local folder"]),
+    (["islands.0.tokens=9", "islands.1.tokens=7"], ["must add up to total_tokens (", "got 16;", "leave one out"]),
     (["data.source=/no/such/folder"], ["a text source must be", "got '/no/such/folder'", "create the folder"]),
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from islands.contributions import Consumed, Tally, Telemetry, after_merge
 from islands.health import Finding, Limits, Member, Setting
 from islands.learner import Learner
 from islands.limits import HealthConfig
+from islands.steering import LOCKSTEP_KEYS
 from islands.types import Manifest, Position
 from islands.versions import Commit
 from islands.vitals import WINDOW, examine, window_points
@@ -334,6 +335,8 @@ def test_a_remedy_is_a_command_the_run_takes(setting: Setting) -> None:
             if verb == "adjust":
                 assert rest[0] == "--set"
                 assert rest[1].startswith(finding.knob)
+                if setting.blocks:  # learners that wait for one another take over no other pace
+                    assert finding.knob not in (*LOCKSTEP_KEYS, "islands.west.speed")
                 parse_config(TEXT, assignments=[*least, rest[1]], source="a remedy")
                 least = [*least, rest[1]]
             elif verb == "quarantine":

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra import processes
 from islands import membership, names
 from islands.config import RunConfig, parse_config
 from islands.learner import Learner
@@ -25,6 +26,7 @@ from tasks.joining import join, leave, settle
 from tasks.living import Life
 from tasks.reporting import status
 from tasks.runs import HELD_OUT, Run, change_config, open_run, read_shard, refreshed
+from tasks.sharing import was_local
 from tasks.verifying import verify
 from tests import runs
 from tests.test_living import Merging, mergings
@@ -151,7 +153,16 @@ def test_a_run_begun_from_one_with_newcomers_has_founders_alone() -> None:
     assert joined.as_founded().islands[3].joined_at == 0.0
 
 
+def test_two_requests_that_one_island_leave_start_one_spare() -> None:
+    config = config_of(WITH_SPARE + '[[islands]]\nname = "e"\nspare = true\n')
+    late = progress(a=100, b=200, c=300)
+    once = membership.departing(config, "a", late)
+    assert [island.name for island in once.islands if island.spare] == ["e"]
+    assert membership.departing(once, "a", late) == once
+
+
 RULES = {
+    'islands.a.spare=true local.faults=[{island="a",step=3}]': r"must name an island \(b, c\), got",
     "islands.a.spare=true islands.b.spare=true islands.c.spare=true": "must have one that is no spare",
     "islands.a.spare=true sync.min_learners=3": r"must be <= the number of islands \(2\), got 3",
     "islands.a.spare=true sync.algorithm=streaming": r"islands\.a\.spare must be false where learners",
@@ -351,6 +362,15 @@ def test_who_is_asked_to_leave_twice_is_replaced_by_one_spare(tmp_path: Path) ->
     assert members == {"east", "north", "west", "spare-1"}
 
 
+def test_a_run_that_wrote_an_island_off_is_still_one_on_prefect(tmp_path: Path) -> None:
+    run = created(tmp_path)
+    history.register(run, "west", records.new_attempt, stamp=time.time, where=processes.here())
+    history.register(run, "east", records.new_attempt, stamp=time.time)
+    history.write_off(run, "east", stamp=time.time)
+    assert not was_local(run)
+    assert {change.acts for change in join(run, "south", []).changes} == {"at once"}
+
+
 def test_what_nobody_may_join_or_leave_is_refused_and_nothing_recorded(run: Run) -> None:
     history.write_off(run, "north", stamp=time.time)
     refused: list[tuple[Callable[[], object], str]] = [
@@ -363,8 +383,20 @@ def test_what_nobody_may_join_or_leave_is_refused_and_nothing_recorded(run: Run)
         (lambda: leave(run, "south"), r"one at work \(east, west\), got 'south'"),
         (lambda: leave(run, "north"), r"one at work \(east, west\), got 'north'"),
         (lambda: adjust(run, ["islands.west.spare=true"]), r"islands\.west\.spare must stay"),
-        (lambda: change_config(run, ["islands.west.spare=true"], {}), "takes part, got true"),
         (lambda: adjust(run, ["islands.west.joined_at=0.5"]), r"joined_at must stay \(0\.0\)"),
+        (lambda: change_config(run, ["islands.west.spare=true"], {}), r"west\.spare must stay"),
+        (lambda: adjust(run, ["islands.west.name=w"]), "identity cannot change.*islands.names"),
+        (lambda: join(run, "a.b", ["batch_size=2"]), "name must be 1 to 64 .* got 'a.b'; choose"),
+        *(
+            (lambda dealt=dealt: join(run, "south", [dealt]), f"joining decides, got {key}")
+            for dealt in ("name=oslo", "tokens=9", "joined_at=0.5", "spare=true")
+            for key in [dealt.split("=")[0]]
+        ),
+        (lambda: join(run, "south", ["checkpoints=ftp://x"]), "must begin with file://.*'ftp'"),
+        (
+            lambda: adjust(run, ["islands.west.checkpoints=memory://x"]),
+            r"must stay \(null\), where",
+        ),
     ]
     for act, text in refused:
         with pytest.raises(ConfigError, match=text):
@@ -373,6 +405,24 @@ def test_what_nobody_may_join_or_leave_is_refused_and_nothing_recorded(run: Run)
     adjust(run, ["total_tokens=10"])
     with pytest.raises(ConfigError, match="something must be left to train"):
         join(run, "south", [])
+
+
+def test_islands_that_are_leaving_already_do_not_let_the_last_one_leave(run: Run) -> None:
+    leave(run, "east")
+    leave(run, "west")
+    with pytest.raises(ConfigError, match="somebody must train on when an island leaves"):
+        leave(run, "north")
+    assert len(leave(run, "west").changes) == 0
+
+
+def test_what_a_newcomer_saves_in_a_store_of_its_own_is_seen_by_who_knew_the_run_before(
+    run: Run, tmp_path: Path, live: Live
+) -> None:
+    join(run, "south", ["batch_size=2", f"checkpoints={(tmp_path / 'own').as_uri()}"])
+    life = live(open_run(run.store_url, "r"), "south")
+    life.train(0.5)
+    life.close()
+    assert history.checkpoints(refreshed(run), "south") != []
 
 
 def test_the_last_island_does_not_leave(tmp_path: Path) -> None:
@@ -414,6 +464,22 @@ def test_under_the_local_driver_an_island_leaves_when_the_run_is_resumed(tmp_pat
     require_sound(ended)
     assert verify(ended.store_url, "r").problems == []
     assert ended.store.read(names.FINISHED) is not None
+
+
+def test_under_the_local_driver_nobody_takes_the_place_of_who_leaves(tmp_path: Path) -> None:
+    spare = '[[islands]]\nname = "south"\nbatch_size = 2\nspare = true\n'
+    driver = runs.start(runs.tiny_config(tmp_path, text=runs.TINY + spare))
+    while driver.trained["east"] < 200:
+        driver.advance()
+    driver.save()
+    leave(driver.run, "east")
+    leave(driver.run, "west")
+    with pytest.raises(ConfigError, match="somebody must train on"):
+        leave(driver.run, "north")
+    ended = runs.finish(runs.reopen(driver.run))
+    found = {island.name: island.state for island in status(ended).islands}
+    assert found == {"east": "left", "north": "left", "west": "left", "south": "spare"}
+    assert verify(ended.store_url, "r").problems == []
 
 
 # --- coming back ---

@@ -74,6 +74,8 @@ def test_what_needs_one_process_is_refused() -> None:
         "`--driver local`",
     ):
         assert part in message
+    message = refusal({"islands": [{"name": "west", "checkpoints": "memory://x"}]})
+    assert "islands.west.checkpoints must be a place that several processes share" in message
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from infra.link import Link
 from islands import chaos, names
 from islands.chaos import Fault, Plan
 from islands.contributions import Tally
-from islands.types import StoreUnavailable
+from islands.types import ConfigError, StoreUnavailable
 from tasks import history, joining, records, spoiling, targets
-from tasks.chaos import Chaos, unleash
+from tasks.chaos import Chaos, require_strikable, unleash
 from tasks.enduring import Endured
 from tasks.local import Driver
 from tasks.records import new_attempt
@@ -410,6 +411,17 @@ def test_a_corrupt_contribution_is_refused_and_verify_knows_who_did_it(tmp_path:
     assert found == {pending.name, strike}
 
 
+def test_damage_to_what_later_work_has_passed_is_not_waited_for(driver: Driver) -> None:
+    pending = advance_until_pending(driver, "north")
+    key = names.parse_contribution(pending.contribution)
+    assert key is not None
+    while records.find_head(driver.run.store, pending.fragment)[0].version == pending.version:
+        assert driver.advance()
+    earlier = names.contribution(key._replace(stop=key.stop._replace(step=key.stop.step - 1)))
+    driver.run.store.create(earlier, b"it lies there until somebody collects it")
+    assert replace(pending, contribution=earlier).is_settled(driver.run)
+
+
 def test_bytes_of_what_was_merged_all_the_same_are_put_back(driver: Driver) -> None:
     pending = advance_until_pending(driver, "north")
     pending.damage(driver.run)
@@ -429,3 +441,9 @@ def test_bytes_of_what_was_merged_all_the_same_are_put_back(driver: Driver) -> N
     pending.version = merged
     assert pending.is_settled(driver.run)
     assert driver.run.store.read(pending.name) is None
+
+
+def test_what_the_local_driver_trains_is_not_struck(driver: Driver) -> None:
+    advance_until_pending(driver, "north")
+    with pytest.raises(ConfigError, match="must be one that Prefect trains, got 'r'"):
+        require_strikable(driver.run)

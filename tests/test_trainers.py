@@ -47,6 +47,21 @@ def test_those_that_enlisted_at_as_many_merges_as_now_died_in_vain(tmp_path: Pat
     assert trainers.num_vain(run) == 2  # "a" had begun with fewer
 
 
+def test_a_damaged_record_ends_nobodys_work_and_is_named(tmp_path: Path) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    for flow_run in ("a", "b", "c"):
+        enlist(run, flow_run)
+    name = names.numbered("trainers", 1)
+    run.store.delete(name)
+    run.store.create(name, b"torn")
+    assert (trainers.number_of(run, "a"), trainers.number_of(run, "b")) == (0, None)
+    assert (trainers.num_vain(run), enlist(run, "d")) == (3, 3)
+    run.store.delete(names.numbered("trainers", 3))
+    run.store.create(names.numbered("trainers", 3), b"torn")
+    assert trainers.newest(run) is None
+    assert name in [problem.name for problem in verify(run.store_url, "r").problems]
+
+
 def test_a_gap_among_them_is_a_problem_and_a_late_one_is_none(tmp_path: Path) -> None:
     run = runs.train(runs.tiny_config(tmp_path, "total_tokens=300"))
     enlist(run, "late")  # the run has ended, and lists all it had by then
