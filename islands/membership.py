@@ -68,14 +68,30 @@ def departing(
 
 
 def settled(config: RunConfig, progress: Progress) -> RunConfig:
-    """Hand on what islands left undone that have left before their shares were trained, to spares if there are any."""
+    """Hand on what islands left undone that have left before their shares were trained, to spares if there are any.
+
+    And deal anew what was dealt to newcomers before the run was made shorter.
+    """
     early = [
         island.name
         for island in config.members
         if island.name in progress.departed
         and progress.tokens_of(island.name) < config.share_of(island.name)
     ]
-    return _deal(_replaced(config, len(early), progress), progress) if early else config
+    if early or _is_overdealt(config, progress):
+        return _deal(_replaced(config, len(early), progress), progress)
+    return config
+
+
+def _is_overdealt(config: RunConfig, progress: Progress) -> bool:
+    """Say whether shares that are written down exceed the run, and a newcomer's can be smaller."""
+    written = sum(island.tokens or 0 for island in config.members)
+    is_dealt = any(
+        island.name not in progress.departed and _is_dealt(island, progress)
+        for island in config.members
+    )
+    # Each share was rounded up.
+    return is_dealt and written > config.total_tokens + len(config.members)
 
 
 def _replaced(config: RunConfig, num_gone: int, progress: Progress) -> RunConfig:

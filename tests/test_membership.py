@@ -145,6 +145,22 @@ def test_without_a_spare_the_others_take_over_and_nothing_is_started_for_nothing
     assert membership.settled(config_of(WITH_SPARE), done).islands[3].spare
 
 
+def test_a_run_made_shorter_is_dealt_anew_to_newcomers_once() -> None:
+    """A newcomer was dealt a fifth of 1,200,000 tokens; then the run is made to end after 1,000."""
+    long = config_of(THREE, "total_tokens=1_200_000")
+    begun = progress(a=150, b=150, c=300)
+    joined = membership.joined(with_island(long, "d"), "d", begun)
+    short = joined.model_copy(update={"total_tokens": 1000})
+    # 400 are left, for rates 1, 1, 2 and the newcomer's 1.
+    settled = membership.settled(short, begun)
+    assert shares(settled)["d"] == 80
+    assert sum(shares(settled).values()) == pytest.approx(1000, abs=4)
+    assert membership.settled(settled, progress(a=200, b=200, c=350, d=30)) is settled
+    over = membership.settled(short, progress(a=500, b=500, c=900, d=50))
+    assert shares(over)["d"] == 50, "nothing is left to train"
+    assert membership.settled(over, progress(a=510, b=520, c=930, d=60)) is over
+
+
 def test_a_run_begun_from_one_with_newcomers_has_founders_alone() -> None:
     joined = membership.joined(
         with_island(config_of(THREE), "d"), "d", progress(a=150, b=150, c=300)
