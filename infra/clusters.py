@@ -124,9 +124,8 @@ class Call(Generic[Result]):
             raise LearnerLost(
                 f"the scheduler lost the call ({type(exc).__name__}: {reason})"
             ) from exc
-        with contextlib.suppress(
-            OSError, TimeoutError
-        ):  # it is only about where the next call goes
+        # It is only about where the next call goes.
+        with contextlib.suppress(OSError, TimeoutError):
             self.place = tuple(self._client.who_has([self._future]).get(self._future.key, ()))
         # Of a result that somebody still holds Dask would repeat the whole call, should the worker that has it die.
         self._future.release()

@@ -52,9 +52,8 @@ class Reviver:
         `patience_seconds`: how long a flow run must have been without a process; none is needed before anything is
         served: what an earlier process served is gone.
         """
-        at_work = (
-            _at_work()
-        )  # before anybody is asked: what ends meanwhile must not look as if it had died
+        # Before anybody is asked: what ends meanwhile must not look as if it had died.
+        at_work = _at_work()
         try:
             # Only of a server of this machine's own is it known that every flow run has its process here.
             if settings.is_prefect_ours() and processes.of(os.getpid()):

@@ -282,9 +282,8 @@ class Supervisor:
 
     def _write_off(self, island: str, why: str) -> None:
         self.log.error("%s %s: it leaves with its last account", island, why)
-        history.register(
-            self.run, island, new_attempt, stamp=time.time
-        )  # fences off one that lives
+        # A new life fences off one that still trains.
+        history.register(self.run, island, new_attempt, stamp=time.time)
         history.write_off(self.run, island, stamp=time.time)
 
     def _watch_quorum(self, now: float) -> None:

@@ -20,6 +20,7 @@ from infra import processes
 from tasks import history
 from tasks.adjusting import adjust
 from tasks.runs import open_run
+from tests.far_cluster import FarCluster
 from tests.fleet import FLEET, Fleet, wait_until
 
 ISLANDS = ("west", "east")
@@ -45,7 +46,7 @@ class Scene:
     happened: str = ""
     since: float = 0.0
     ends: ExitStack = field(default_factory=ExitStack)
-    far: Any = None
+    far: FarCluster | None = None
     tokens: int = ENDLESS
 
     # --- the run ---

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from infra import processes
 from islands import names
 from islands.chaos import Fault
 from islands.contributions import Contribution
-from islands.data import batch_at
 from islands.goodput import (
     Kill,
     Span,
@@ -31,27 +28,22 @@ from islands.goodput import (
     uptime,
     victims,
 )
-from islands.learner import Base, LearnerState, flatten, trainable
-from islands.model import build_model
 from tasks import (
     benchmarks,
-    building,
     checkpoint_costs,
-    creating,
     goodput,
     history,
     killing,
     records,
 )
-from tasks.data_parallel import Job, Place, open_job, place_from, works_in
+from tasks.data_parallel import Place, place_from, works_in
 from tasks.goodput import DECOUPLED, ELASTIC, RIGID, Pipeline
 from tasks.kept_work import kept_work
 from tasks.kill_plan import ISLANDS, Plan
 from tasks.local import Driver
 from tasks.records import new_attempt
-from tasks.runs import Run, open_run, read_shard
-from tasks.step_log import StepLog, read_steps
-from tasks.stepping import schedule_of
+from tasks.runs import Run
+from tasks.step_log import StepLog
 from tests.runs import start, tiny_config, train
 
 # Two islands in a window of ten seconds: one works for 4 s and, after 3 s, for 3 s; the other one for the last 5 s.
@@ -329,104 +321,3 @@ def test_the_plan_kills_every_20_seconds_and_everybody_in_turn() -> None:
     assert [fault.after_seconds for fault in faults[:3]] == [20.0, 40.0, 60.0]
     assert {fault.island for fault in faults[:4]} == set(ISLANDS)
     assert {fault.kind for fault in faults} == {"kill"}
-
-
-# --- data-parallel jobs ---
-
-
-def wait_until(is_so: Callable[[], bool], job: Job) -> None:
-    ends = time.monotonic() + 150
-    while not is_so():
-        assert time.monotonic() < ends, (job.folder / "ranks.log").read_text()
-        job.mend()
-        time.sleep(0.01)
-
-
-def num_logs(folder: Path, generation: int) -> int:
-    return sum(len(read_steps(path)) > 2 for path in folder.glob(f"{generation:03d}-*.steps"))
-
-
-def small_run(folder: Path) -> Run:
-    config = tiny_config(folder, "total_tokens=1_000_000")
-    prepared = creating.prepare_run(config, "r")
-    return creating.create_run(prepared, creating.attempts_of(prepared))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_survivors_go_on_with_the_spare_and_lose_at_most_the_step_under_way(tmp_path: Path) -> None:
-    run, folder = small_run(tmp_path), tmp_path / "job"
-    with open_job(run, folder, 0.0) as job:
-        job.begin()
-        wait_until(lambda: num_logs(folder, 0) == 3, job)
-        assert job.kill("north")
-        wait_until(lambda: job.generation == 1 and num_logs(folder, 1) == 3, job)
-        (spare,) = job.spares
-        assert not job.kill("nobody")
-    assert all(rank.poll() is not None for rank in (*job.ranks.values(), spare))
-    works = works_in(folder)
-    (first,) = {int(path.stem.rpartition("-")[2]) for path in folder.glob("001-*.steps")}
-    assert first > 0  # the spare too goes on from there, with the survivors' state
-    lost = {name: 0 for name in ("east", "north", "west")}
-    for work in works:
-        lost[work.island] += 1 - work.num_kept
-    assert max(lost.values()) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_job_that_is_not_elastic_begins_anew_from_its_checkpoint(tmp_path: Path) -> None:
-    run, folder = small_run(tmp_path), tmp_path / "job"
-    with open_job(run, folder, 0.3) as job:
-        job.begin()
-        first_ranks = list(job.ranks.values())
-        wait_until(lambda: (folder / "checkpoint").exists() and num_logs(folder, 0) == 3, job)
-        assert job.kill("east")
-        wait_until(lambda: num_logs(folder, 1) == 3, job)
-        assert all(rank.poll() is not None for rank in first_ranks)
-    (first,) = {int(path.stem.rpartition("-")[2]) for path in folder.glob("001-*.steps")}
-    assert first > 0
-    begun = [len(read_steps(path)) for path in folder.glob("000-*.steps")]
-    dropped = sum(1 - work.num_kept for work in works_in(folder))
-    assert dropped == sum(max(0, num_steps - first) for num_steps in begun)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_ranks_steps_are_those_of_one_learner_on_the_joined_batch(tmp_path: Path) -> None:
-    run, folder = small_run(tmp_path), tmp_path / "job"
-    with open_job(run, folder, 0.05) as job:
-        job.begin()
-        wait_until((folder / "checkpoint").exists, job)
-        state: LearnerState = pickle.loads((folder / "checkpoint").read_bytes())
-    joined = joined_learner(open_run(run.store_url, run.run_id), state.record.position.step)
-    assert joined.trained == state.record.trained > 0
-    for fragment, values in enumerate(state.values):
-        np.testing.assert_allclose(values, joined.local_values(fragment), atol=1e-4)
-
-
-def joined_learner(run: Run, num_steps: int) -> building.Learner:
-    """Return a learner after so many steps on all islands' batches together."""
-    building.use_one_thread()
-    config, model = run.config, build_model(building.model_shape(run.config), run.config.seed)
-    schedule = schedule_of(config, config.total_tokens)
-    learner = building.assemble(config, "joined", model, run.layouts, schedule=schedule)
-    learner.begin(
-        [Base(0, "", flatten(layout, trainable(model))) for layout in run.layouts], incarnation=0
-    )
-    for step in range(num_steps):
-        batches = [
-            batch_at(
-                read_shard(run, island.name),
-                cursor=step * island.batch_size,
-                batch_size=island.batch_size,
-                context=config.model.context,
-                seed=config.seed,
-                learner=island.name,
-            )
-            for island in config.islands
-        ]
-        batch = np.concatenate(batches)
-        num_tokens = len(batch) * config.model.context
-        learner.step(batch, num_tokens=num_tokens, num_samples=len(batch))
-    return learner
