@@ -95,6 +95,11 @@ class Evidence:
     digests: dict[str, str]
     found: Verification
 
+    def is_news(self, fragment: int, version: int) -> bool:
+        """Say whether a version was published after the facts had been gathered: the run is under way."""
+        heads = self.facts.heads
+        return fragment < len(heads) and version > heads[fragment]
+
     def parsed(self, name: str, parse: Callable[[Any], Any], value: Any) -> Any:
         """Return `parse(value)`, or None with a problem noted; None in, None out."""
         if value is None:

@@ -128,7 +128,7 @@ def _spoiled(evidence: Evidence) -> frozenset[str]:
 def _needs_payload(evidence: Evidence, header: str) -> bool:
     version = names.parse_version(header)
     if version is not None and evidence.run.config.retention == "bounded":
-        return version in evidence.facts.kept_versions
+        return version in evidence.facts.kept_versions or evidence.is_news(*version)
     return header not in evidence.dead
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from islands.types import ConfigError
+from islands.versions import Commit
+from tasks import verifying
+from tasks.collecting import find_heads
 from tasks.replaying import replay_into
 from tasks.runs import Run, open_run
 from tasks.verifying import verify
@@ -35,6 +39,28 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def problems(run: Run) -> set[str]:
     """Return the names of objects `verify` complains about."""
     return {problem.name for problem in verify(run.store_url, run.run_id).problems}
+
+
+def test_a_version_published_while_it_reads_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*SMALL, "total_tokens=4_000", "local.checkpoint_steps=10_000")
+    config = runs.tiny_config(tmp_path, *settings, store="memory://verify-live")
+    driver = runs.start(config)
+
+    def num_versions() -> int:
+        return sum(head.version for head in find_heads(driver.run))
+
+    def find_heads_of_a_moment_ago(run: Run) -> list[Commit]:
+        heads, known = find_heads(run), num_versions()
+        while num_versions() == known:
+            assert driver.advance()
+        return heads
+
+    while num_versions() < 6:
+        assert driver.advance()
+    monkeypatch.setattr(verifying, "find_heads", find_heads_of_a_moment_ago)
+    assert verify(driver.run.store_url, driver.run.run_id).problems == []
 
 
 def replace(run: Run, name: str, data: bytes | None) -> None:
