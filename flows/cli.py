@@ -34,7 +34,7 @@ from flows.cli_options import (
 from flows.following import BAD_USAGE, DONE, FAILED, STOPPED
 from infra import services, settings
 from islands.config import to_toml
-from islands.types import ConfigError, IslandsError, ServiceUnavailable
+from islands.types import ConfigError, DamagedObject, IslandsError, ServiceUnavailable
 
 if TYPE_CHECKING:
     from tasks.reporting import Status
@@ -307,6 +307,9 @@ def run_command(arguments: Sequence[str]) -> int:
     except ConfigError as exc:
         screen.complain(str(exc))
         return BAD_USAGE
+    except DamagedObject as exc:
+        screen.complain(f"DamagedObject: {exc}; put that object back from a copy of the store")
+        return FAILED
     except IslandsError as exc:
         kind = "" if type(exc) is IslandsError else f"{type(exc).__name__}: "
         screen.complain(f"{kind}{exc}")

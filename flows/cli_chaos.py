@@ -31,23 +31,25 @@ def chaos(
         Parameter(help="Instead of a file: at random; the same seed, the same plan."),
     ] = None,
     seconds: Annotated[
-        float, Parameter(help="How long a random plan goes on.", validator=Number(gt=0))
-    ] = 60.0,
+        float | None,
+        Parameter(help="How long a random plan goes on; default: 60.", validator=Number(gt=0)),
+    ] = None,
     every: Annotated[
-        float, Parameter(help="Seconds between two random faults.", validator=Number(gt=0))
-    ] = 20.0,
+        float | None,
+        Parameter(help="Seconds between two random faults; default: 20.", validator=Number(gt=0)),
+    ] = None,
     kinds: Annotated[
-        tuple[Kind, ...],
+        tuple[Kind, ...] | None,
         Parameter(
             consume_multiple=True, negative="", help="What a random fault may be; default: all."
         ),
-    ] = KINDS,
+    ] = None,
     targets: Annotated[
-        tuple[Target, ...],
+        tuple[Target, ...] | None,
         Parameter(
             consume_multiple=True, negative="", help="Whom it may strike; default: everybody."
         ),
-    ] = TARGETS,
+    ] = None,
     store: StoreUrl = None,
 ) -> int:
     """Strike a run on this machine with faults, and record each; exit status 1 if some found nobody to strike."""
@@ -59,6 +61,13 @@ def chaos(
             raise ConfigError(
                 f"chaos must be told --plan FILE or --seed N, one of them, got {what}; give one"
             )
+        drawn = {"seconds": seconds, "every": every, "kinds": kinds, "targets": targets}
+        given = [f"--{name}" for name, value in drawn.items() if value is not None]
+        if plan is not None and given:
+            raise ConfigError(
+                f"--plan must be alone: a file holds all of its faults, got {', '.join(given)} beside it; "
+                "leave that out, or draw a plan with --seed N"
+            )
         opened = require_strikable(open_named(run, store))
         islands = [island.name for island in opened.config.members]
         if plan is not None:
@@ -67,10 +76,10 @@ def chaos(
             planned = random_plan(
                 islands,
                 seed=seed or 0,
-                seconds=seconds,
-                every_seconds=every,
-                kinds=kinds,
-                targets=targets,
+                seconds=seconds or 60.0,
+                every_seconds=every or 20.0,
+                kinds=kinds or KINDS,
+                targets=targets or TARGETS,
             )
         return _strike(opened, planned, is_stopped)
 

@@ -333,7 +333,10 @@ def test_a_damaged_run_does_not_hide_the_others(desk: Desk) -> None:
     assert listed.status == 0
     assert "second" in listed.out
     assert "first: cannot be read" in listed.err
-    assert desk.on("status").status == 1
+    said = desk.on("status")
+    assert said.status == 1
+    assert "run.json: is no sealed record" in said.err
+    assert "; put that object back from a copy of the store" in said.err
 
 
 def test_refused_contributions_are_visible_and_tables_stay_narrow(
@@ -645,6 +648,10 @@ def test_a_plan_that_breaks_rules_is_told_line_by_line_and_strikes_nothing(desk:
     said = desk.on("chaos", "--plan", "no/such/file")
     assert said.status == 2
     assert "--plan must be a readable UTF-8 file, got 'no/such/file'" in said.err
+    said = desk.on("chaos", "--plan", str(plan), "--every", "5", "--kinds", "cut")
+    assert said.status == 2
+    assert "--plan must be alone" in said.err
+    assert "got --every, --kinds beside it" in said.err
     said = desk.on("chaos", "--seed", "1", "--kinds", "cut", "--targets", "train")
     assert said.status == 2
     assert "a kind of fault must be able to strike a target, got cut for train" in said.err
