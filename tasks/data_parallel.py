@@ -2,7 +2,7 @@
 torch.
 
 Both have a process per island and one warm spare, find a death within some ten milliseconds, and take an all-reduce
-per step over loopback. Nothing else runs beside them.
+per step over loopback, or over links as narrow as the islands' are. Nothing else runs beside them.
 
 Elastic: the survivors re-form at once from the state they hold, together with the spare, or without one until it is
 warm; only the step under way is lost. Not elastic, as torchrun does it: one death ends all processes; new ones begin
@@ -56,11 +56,13 @@ class Job:
     Attributes:
         run: of which it trains the model; nothing is written to it.
         checkpoint_seconds: between two checkpoints; 0: elastic, and without any.
+        has_links: whether its ranks keep to the caps of the islands' links.
     """
 
     run: Run
     folder: Path
     checkpoint_seconds: float
+    has_links: bool
     ranks: dict[str, Process] = field(default_factory=dict)
     spares: list[Process] = field(default_factory=list)
     generation: int = -1
@@ -131,9 +133,10 @@ class Job:
         checkpoint = str(self.folder / "checkpoint") if self.checkpoint_seconds else ""
         place = (self.run.store_url, self.run.run_id, str(self.folder))
         kept = (checkpoint, str(self.checkpoint_seconds))
+        links = "links" if self.has_links else "free"
         with (self.folder / "ranks.log").open("a") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tasks.data_parallel_arm", *place, *kept],
+                [sys.executable, "-m", "tasks.data_parallel_arm", *place, *kept, links],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -151,6 +154,16 @@ class Job:
         )
 
 
+def ring_seconds(num_bytes: int, num_ranks: int, bytes_per_second: float | None) -> float:
+    """Return the seconds for which a ring all-reduce keeps a rank's link busy; 0 without a cap.
+
+    A rank sends and receives 2 (n - 1) / n of the bytes, both ways at once (Patarasuk and Yuan 2009).
+    """
+    if bytes_per_second is None:
+        return 0.0
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / bytes_per_second
+
+
 def warm_mark(folder: Path, process: int) -> Path:
     """Return the file by which a rank's process says that it is ready to join a group."""
     return folder / f"{process}.warm"
@@ -163,6 +176,7 @@ def train(
     *,
     seconds: float,
     checkpoint_seconds: float = 0.0,
+    has_links: bool = True,
 ) -> Trace:
     """Train for so long, under deaths; an elastic job unless there is a checkpoint to fall back on.
 
@@ -172,11 +186,12 @@ def train(
         kills: at seconds after the first step of all ranks.
         seconds: counted from there.
         checkpoint_seconds: between two checkpoints.
+        has_links: whether its ranks keep to the caps of the islands' links.
 
     Raises:
         LearnerLost: its ranks stopped training for no reason that is known here.
     """
-    with open_job(run, folder, checkpoint_seconds) as job:
+    with open_job(run, folder, checkpoint_seconds, has_links=has_links) as job:
         job.begin()
         num_islands = len(job.islands)
         _wait_until(
@@ -222,10 +237,12 @@ def _num_begun(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def open_job(run: Run, folder: Path, checkpoint_seconds: float) -> Iterator[Job]:
+def open_job(
+    run: Run, folder: Path, checkpoint_seconds: float, *, has_links: bool = True
+) -> Iterator[Job]:
     """Give a job that has not begun; its processes end with the block."""
     folder.mkdir(parents=True)
-    job = Job(run, folder, checkpoint_seconds)
+    job = Job(run, folder, checkpoint_seconds, has_links)
     try:
         yield job
     finally:

@@ -6,6 +6,9 @@ on the standard input: "GENERATION RANK SIZE ISLAND" is a group to join. Whoever
 at a step boundary, drops the group and joins the next one; the step under way is lost. A group begins with the state of
 whoever in it has come furthest.
 
+Where the islands' links have a cap, a step takes as long as the ring needs on them, if that is longer: the exchange is
+granted to overlap with all of the step's own work. What a newcomer fetches of the state passes its link too.
+
 Whoever drops a group closes its connections, so its neighbours' all-reduce fails at once, and so on around the ring:
 nobody waits for a time-out.
 """
@@ -31,7 +34,7 @@ from islands.data import batch_at
 from islands.learner import Base, Learner, LearnerState, flatten, trainable
 from islands.model import build_model
 from tasks import building
-from tasks.data_parallel import Place, place_from, warm_mark
+from tasks.data_parallel import Place, place_from, ring_seconds, warm_mark
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import StepLog
 from tasks.stepping import schedule_of
@@ -39,6 +42,7 @@ from tasks.stepping import schedule_of
 _HOST = "127.0.0.1"
 # For a rank that dies while the group forms; the next order finds the others again after that.
 _PATIENCE = timedelta(seconds=10)
+_LOOK_SECONDS = 0.01
 
 
 class Group:
@@ -84,10 +88,17 @@ class Rank:
         folder: where ranks meet, and log their steps: a file per group, named by generation, island, first step.
         checkpoint: where rank 0 keeps the state, and everybody begins from it; None: nobody does.
         checkpoint_seconds: between two checkpoints.
+        has_links: whether it keeps to the cap of its island's link.
     """
 
     def __init__(
-        self, run: Run, folder: Path, checkpoint: Path | None, checkpoint_seconds: float
+        self,
+        run: Run,
+        folder: Path,
+        checkpoint: Path | None,
+        checkpoint_seconds: float,
+        *,
+        has_links: bool,
     ) -> None:
         building.use_one_thread()
         self._run, self._folder = run, folder
@@ -95,8 +106,11 @@ class Rank:
         self._learner = _joined_learner(run)
         self._learner.optimizer.register_step_pre_hook(self._share_gradients)
         self._parameters = list(trainable(self._learner.model).values())
+        self._has_links = has_links
+        self._bytes_per_second: float | None = None
         self._group: Group | None = None
-        self._waited = 0.0
+        self._orders: queue.SimpleQueue[Place] = queue.SimpleQueue()
+        self._begun = self._waited = 0.0
         self._checkpoint, self._checkpoint_seconds = checkpoint, checkpoint_seconds
         self._writer = threading.Thread()
         self._saved_at = time.monotonic()
@@ -107,10 +121,13 @@ class Rank:
         """Train as part of a group until it breaks or there is a newer order.
 
         Raises:
-            RuntimeError: a rank of the group has gone; what gloo raises.
+            RuntimeError: a rank of the group has gone, which is what gloo raises, or the next group forms already.
         """
+        self._orders = orders
         try:
             self._group = Group(place, self._folder)
+            pace = self._run.island(place.island).bytes_per_second
+            self._bytes_per_second = pace if self._has_links else None
             self._agree(self._group)
             first = self._learner.position.step
             log = StepLog(self._folder / f"{place.generation:03d}-{place.island}-{first}.steps")
@@ -124,11 +141,14 @@ class Rank:
         steps = group.gather(self._learner.position.step)
         if len(set(steps)) > 1:
             state = pickle.dumps(self._learner.state(""))
-            self._load(group.broadcast(state, steps.index(max(steps))))
+            found = group.broadcast(state, steps.index(max(steps)))
+            if self._bytes_per_second is not None:
+                time.sleep(len(found) / self._bytes_per_second)
+            self._load(found)
 
     def _one_step(self, place: Place, log: StepLog) -> None:
         config, step = self._run.config, self._learner.position.step
-        begun, self._waited = time.perf_counter(), 0.0
+        self._begun, self._waited = time.perf_counter(), 0.0
         num_samples = self._run.island(place.island).batch_size
         batch = batch_at(
             self._shards[place.island],
@@ -141,7 +161,7 @@ class Rank:
         num_tokens = num_samples * config.model.context
         self._learner.step(batch, num_tokens=num_tokens * place.size, num_samples=num_samples)
         ended = time.perf_counter()
-        log.add(begun, ended, ended - begun - self._waited, num_tokens)
+        log.add(self._begun, ended, ended - self._begun - self._waited, num_tokens)
         if self._checkpoint is not None and place.rank == 0:
             self._save(self._checkpoint)
 
@@ -152,12 +172,24 @@ class Rank:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self._group.mean(flat)
+        self._wait_for_link(ring_seconds(flat.nbytes, self._group.size, self._bytes_per_second))
         offset = 0
         for gradient in gradients:
             gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
             offset += gradient.numel()
         self._waited = time.perf_counter() - begun
         nn.utils.clip_grad_norm_(self._parameters, self._run.config.inner.clip_norm)
+
+    def _wait_for_link(self, seconds: float) -> None:
+        """Wait until so much time has passed since the step began.
+
+        Raises:
+            RuntimeError: there is a newer group meanwhile; nothing of the step has been taken over.
+        """
+        while (left := self._begun + seconds - time.perf_counter()) > 0:
+            if not self._orders.empty():
+                raise RuntimeError("a newer group forms")
+            time.sleep(min(left, _LOOK_SECONDS))
 
     def _save(self, path: Path) -> None:
         """Copy the state when it is time, and let a thread of its own write it."""
@@ -202,12 +234,13 @@ def _write(path: Path, state: LearnerState) -> None:
 
 def main() -> None:
     """Say when it is warm, then follow orders until the standard input ends."""
-    store, run_id, folder, checkpoint, checkpoint_seconds = sys.argv[1:]
+    store, run_id, folder, checkpoint, checkpoint_seconds, links = sys.argv[1:]
     rank = Rank(
         open_run(store, run_id),
         Path(folder),
         Path(checkpoint) if checkpoint else None,
         float(checkpoint_seconds),
+        has_links=links == "links",
     )
     orders: queue.SimpleQueue[Place] = queue.SimpleQueue()
 
@@ -224,7 +257,9 @@ def main() -> None:
             place = orders.get()
         try:
             rank.train(place, orders)
-        except RuntimeError as exc:  # a rank has gone: the next order says who goes on
+        except (
+            RuntimeError
+        ) as exc:  # a rank has gone: the next order, or that which is there, says who goes on
             print(f"generation {place.generation}: {exc}", file=sys.stderr, flush=True)
 
 

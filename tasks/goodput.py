@@ -1,15 +1,16 @@
 """Benchmark `chaos`: one plan of deaths against the pipeline, and against elastic and non-elastic data-parallel jobs.
 
 Four islands on this machine, one of them killed by SIGKILL every 20 s, everybody once in a seeded order before anybody
-twice. All arms train the same model on the same text with the same batch, have warm spares, and run one after another,
-for as long as the pipeline takes.
+twice. All arms train the same model on the same text with the same batch over links with the same cap, have warm
+spares, and run one after another, for as long as the pipeline takes. The data-parallel jobs run once more without a
+cap: as on one machine, where they do best.
 
     goodput = seconds in training steps that were not rolled back / (islands * seconds)
 
 In every arm a step is what a learner computes: batch, forward, backward, optimizer (the pipeline's steps include its
 adoptions). Waiting in an all-reduce is none. Seconds count from when every island is at work; for the pipeline until
 the first island has trained its share. Spares are allocated to nobody. Prefect and MLflow run beside the pipeline
-only; links are loopback, without a cap.
+only.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tasks.figures import Measured, Order, Table, Target, ratio_or_none
 from tasks.kill_plan import ISLANDS, Plan
 
 DECOUPLED, ELASTIC, RIGID = "decoupled", "elastic", "data_parallel"
+ELASTIC_UNCAPPED, RIGID_UNCAPPED = "elastic_uncapped", "data_parallel_uncapped"
+JOBS = (ELASTIC, RIGID, ELASTIC_UNCAPPED, RIGID_UNCAPPED)
 DEFINITIONS = {
     "goodput": "seconds in training steps that were not rolled back / (islands * seconds); "
     "waiting in an all-reduce is no step, spares are allocated to nobody",
@@ -51,6 +54,8 @@ DEFINITIONS = {
     "checkpoint_percent": "processor seconds of a checkpoint / seconds between two",
     "data_parallel": "not elastic: a death ends the job; new processes begin from the last checkpoint",
     "elastic": "survivors re-form at once with the spare; the step under way is lost",
+    "uncapped": "the job's exchange passes at loopback's pace; the pipeline's, and the other jobs', has the links' cap",
+    "bandwidth_mbit": "cap of an island's link, each way; a job's exchange overlaps with all of its step",
 }
 
 
@@ -80,7 +85,7 @@ def measure(order: Order) -> Measured:
     plan = Plan() if order.tokens is None else Plan(tokens=order.tokens)
     with (
         tempfile.TemporaryDirectory(prefix="diloco-chaos-") as name,
-        order.progress("arms", 4) as advance,
+        order.progress("arms", 2 + len(JOBS)) as advance,
     ):
         folder = Path(name)
         with order.services():
@@ -92,9 +97,13 @@ def measure(order: Order) -> Measured:
             advance(2, "the same without deaths")
         ours = killing.look_back(plan, killed, peaceful)
         traces = {DECOUPLED: ours.trace}
-        for number, arm in enumerate((ELASTIC, RIGID), start=3):
+        for number, arm in enumerate(JOBS, start=3):
             traces[arm] = killing.train_jointly(
-                plan, killed, folder / arm, is_elastic=arm == ELASTIC
+                plan,
+                killed,
+                folder / arm,
+                is_elastic=arm in (ELASTIC, ELASTIC_UNCAPPED),
+                has_links=arm in (ELASTIC, RIGID),
             )
             advance(number, arm)
     return report(plan, ours, traces)
@@ -106,12 +115,13 @@ def report(plan: Plan, ours: Pipeline, traces: Mapping[str, Trace]) -> Measured:
     arms = {arm: _arm_figures(trace, plan) for arm, trace in traces.items()}
     for key in ("goodput", "uptime", "resume_s", "resume_s_max"):
         figures[key] = arms[DECOUPLED][key]
-        figures |= {f"{key}_{arm}": arms[arm][key] for arm in (ELASTIC, RIGID)}
-    for arm in (ELASTIC, RIGID):
+        figures |= {f"{key}_{arm}": arms[arm][key] for arm in JOBS}
+    for arm in JOBS:
         figures[f"goodput_over_{arm}"] = ratio_or_none(figures["goodput"], arms[arm]["goodput"])
     for key, waits in (("detect_s", ours.detect), ("merged_again_s", ours.merged_again)):
         figures |= {key: _median(waits), f"{key}_max": max(waits, default=None)}
     figures |= {
+        "bandwidth_mbit": plan.bandwidth_mbit,
         "period_s": plan.period_steps * arms[DECOUPLED]["step_s"],
         "lost": ours.lost,
         "double_counted": ours.double_counted,
@@ -172,21 +182,22 @@ def _targets(figures: Mapping[str, Any]) -> tuple[Target, ...]:
 
 
 def _table(figures: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -> Table:
+    nothing = ("",) * len(JOBS)
     rows = [
-        (key, *(_shown(arms[arm][key]) for arm in (DECOUPLED, ELASTIC, RIGID)))
-        for key in arms[DECOUPLED]
+        (key, *(_shown(arms[arm][key]) for arm in (DECOUPLED, *JOBS))) for key in arms[DECOUPLED]
     ]
     rows += [
-        (key, _shown(figures[key]), "", "")
+        (key, _shown(figures[key]), *nothing)
         for key in (
+            "bandwidth_mbit",
             *("detect_s", "detect_s_max", "merged_again_s", "merged_again_s_max", "period_s"),
             *("lost", "double_counted", "num_problems", "merged_share"),
             *("loss", "loss_without_deaths", "loss_gap_percent", "checkpoint_percent"),
         )
     ]
     told = figures["participation"]
-    rows += [(key, _shown(told[key]), "", "") for key in ("contributing", "quorum")]
-    return Table(("figure",), (DECOUPLED, ELASTIC, RIGID), tuple(rows))
+    rows += [(key, _shown(told[key]), *nothing) for key in ("contributing", "quorum")]
+    return Table(("figure",), (DECOUPLED, *JOBS), tuple(rows))
 
 
 def _shown(value: float | None) -> str:

@@ -30,6 +30,7 @@ class Plan:
     `until_share`: no deaths once an island has trained so much of its share, so that each is followed by a return.
     `job_checkpoint_seconds`: of the job that is not elastic, by Young's rule: sqrt(2 * cost * kill_seconds), for a copy
     that costs some 25 ms.
+    `bandwidth_mbit`: of an island's link, each way. A data-parallel step of `model` needs 38 Mbit each way.
     """
 
     model: ModelConfig = MODEL
@@ -38,6 +39,7 @@ class Plan:
     num_fragments: int = 4
     tokens: int = 1_800_000
     kill_seconds: float = 20.0
+    bandwidth_mbit: float = 50.0
     until_share: float = 0.8
     checkpoint_seconds: float = 5.0
     job_checkpoint_seconds: float = 1.0
@@ -55,7 +57,12 @@ class Plan:
     def config(self, folder: Path) -> RunConfig:
         """Return the configuration of the runs; everything is kept, so that every version can be made again."""
         islands = tuple(
-            IslandConfig(name=name, batch_size=self.batch_size, cluster=ClusterConfig(spares=1))
+            IslandConfig(
+                name=name,
+                batch_size=self.batch_size,
+                bandwidth_mbit=self.bandwidth_mbit,
+                cluster=ClusterConfig(spares=1),
+            )
             for name in ISLANDS
         )
         return RunConfig(

@@ -90,8 +90,10 @@ def train_in_peace(plan: Plan, folder: Path) -> Run:
     return _train(plan.config(folder), "peaceful", lambda: None)
 
 
-def train_jointly(plan: Plan, killed: Killed, folder: Path, *, is_elastic: bool) -> Trace:
-    """Train a data-parallel job for as long as the run took, under the same deaths."""
+def train_jointly(
+    plan: Plan, killed: Killed, folder: Path, *, is_elastic: bool, has_links: bool
+) -> Trace:
+    """Train a data-parallel job for as long as the run took, under the same deaths, over its links or without a cap."""
     window = window_of(killed.run)
     return data_parallel.train(
         killed.run,
@@ -99,6 +101,7 @@ def train_jointly(plan: Plan, killed: Killed, folder: Path, *, is_elastic: bool)
         [Kill(kill.island, kill.at - window.begin) for kill in killed.kills],
         seconds=window.seconds,
         checkpoint_seconds=0.0 if is_elastic else plan.job_checkpoint_seconds,
+        has_links=has_links,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tasks import (
     building,
     creating,
 )
-from tasks.data_parallel import Job, open_job, works_in
+from tasks.data_parallel import Job, open_job, ring_seconds, works_in
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import read_steps
 from tasks.stepping import schedule_of
@@ -36,8 +37,8 @@ def num_logs(folder: Path, generation: int) -> int:
     return sum(len(read_steps(path)) > 2 for path in folder.glob(f"{generation:03d}-*.steps"))
 
 
-def small_run(folder: Path) -> Run:
-    config = tiny_config(folder, "total_tokens=1_000_000")
+def small_run(folder: Path, *assignments: str) -> Run:
+    config = tiny_config(folder, "total_tokens=1_000_000", *assignments)
     prepared = creating.prepare_run(config, "r")
     return creating.create_run(prepared, creating.attempts_of(prepared))
 
@@ -93,6 +94,34 @@ def test_the_ranks_steps_are_those_of_one_learner_on_the_joined_batch(tmp_path: 
     assert joined.trained == state.record.trained > 0
     for fragment, values in enumerate(state.values):
         np.testing.assert_allclose(values, joined.local_values(fragment), atol=1e-4)
+
+
+def test_a_ring_moves_three_halves_of_the_bytes_through_each_of_four_links_and_one_rank_moves_none() -> (
+    None
+):
+    assert ring_seconds(1_000, 4, 500.0) == pytest.approx(3.0)
+    assert ring_seconds(1_000, 1, 500.0) == 0.0
+    assert ring_seconds(1_000, 4, None) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_step_over_links_takes_as_long_as_they_need_and_that_is_no_training(
+    tmp_path: Path, has_links: bool
+) -> None:
+    caps = [f"islands.{name}.bandwidth_mbit=0.5" for name in ("east", "north", "west")]
+    run, folder = small_run(tmp_path, *caps), tmp_path / "job"
+    num_bytes = 4 * sum(layout.size for layout in run.layouts)
+    least = ring_seconds(num_bytes, 3, 0.5e6 / 8)
+    with open_job(run, folder, 0.0, has_links=has_links) as job:
+        job.begin()
+        wait_until(lambda: num_logs(folder, 0) == 3, job)
+    works = works_in(folder)
+    medians = statistics.median(work.span.seconds for work in works)
+    assert (medians >= least) is has_links
+    if has_links:
+        assert statistics.median(work.kept_seconds for work in works) < least / 2
 
 
 def joined_learner(run: Run, num_steps: int) -> building.Learner:

@@ -37,7 +37,7 @@ from tasks import (
     records,
 )
 from tasks.data_parallel import Place, place_from, works_in
-from tasks.goodput import DECOUPLED, ELASTIC, RIGID, Pipeline
+from tasks.goodput import DECOUPLED, ELASTIC, ELASTIC_UNCAPPED, JOBS, RIGID, Pipeline
 from tasks.kept_work import kept_work
 from tasks.kill_plan import ISLANDS, Plan
 from tasks.local import Driver
@@ -130,7 +130,8 @@ def pipeline(ours: Trace, *, lost: int = 0, loss: float = 2.01) -> Pipeline:
 
 def test_what_was_rolled_back_is_no_goodput_and_every_arm_is_measured_alike() -> None:
     ours = trace(100.0, rolled_back=5.0)
-    traces = {DECOUPLED: ours, ELASTIC: trace(60.0), RIGID: trace(20.0)}
+    traces = dict.fromkeys(JOBS, trace(90.0))
+    traces |= {DECOUPLED: ours, ELASTIC: trace(60.0), RIGID: trace(20.0)}
     measured = goodput.report(Plan(), pipeline(ours), traces)
     figures = measured.figures
     # 390 s at work of 400, 5 of them thrown away.
@@ -138,6 +139,7 @@ def test_what_was_rolled_back_is_no_goodput_and_every_arm_is_measured_alike() ->
     assert figures["goodput_elastic"] == pytest.approx(0.6 * 390 / 400)
     assert figures["goodput_data_parallel"] == pytest.approx(0.2 * 390 / 400)
     assert figures["goodput_over_elastic"] == pytest.approx(385 / 234)
+    assert figures[f"goodput_over_{ELASTIC_UNCAPPED}"] == pytest.approx(385 / 351)
     assert (figures["uptime"], figures["resume_s"]) == (1.0, 10.0)
     assert (figures["detect_s"], figures["merged_again_s"]) == (pytest.approx(0.3), 12.0)
     assert figures["loss_gap_percent"] == pytest.approx(0.5)
@@ -158,7 +160,7 @@ def test_every_promised_key_is_in_the_json_even_where_nobody_was_killed() -> Non
             "merged_again": (),
         }
     )
-    measured = goodput.report(Plan(), quiet, dict.fromkeys((DECOUPLED, ELASTIC, RIGID), ours))
+    measured = goodput.report(Plan(), quiet, dict.fromkeys((DECOUPLED, *JOBS), ours))
     text = benchmarks.as_json(measured)
     for key in (
         *("goodput", "goodput_elastic", "goodput_data_parallel", "uptime", "detect_s", "resume_s"),
@@ -172,7 +174,7 @@ def test_every_promised_key_is_in_the_json_even_where_nobody_was_killed() -> Non
 def test_a_token_without_a_fate_misses_its_target() -> None:
     ours = trace(100.0)
     measured = goodput.report(
-        Plan(), pipeline(ours, lost=1), dict.fromkeys((DECOUPLED, ELASTIC, RIGID), ours)
+        Plan(), pipeline(ours, lost=1), dict.fromkeys((DECOUPLED, *JOBS), ours)
     )
     assert "lost must be <= 0, got 1" in measured.missed()
 
@@ -245,7 +247,7 @@ def test_looking_back_on_a_killed_run_finds_a_sound_ledger_and_what_the_death_co
     ]
     assert ours.trace.window == Span(max(firsts), min(left))
     assert len(ours.trace.kills) == len(ours.merged_again) == 1
-    figures = goodput.report(plan, ours, dict.fromkeys((DECOUPLED, ELASTIC, RIGID), ours.trace))
+    figures = goodput.report(plan, ours, dict.fromkeys((DECOUPLED, *JOBS), ours.trace))
     assert 0.0 < figures.figures["goodput"] < 1.0
     assert ours.trace.rolled_back_seconds > 0
 
