@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,8 @@ _NICENESS = 10
 _NOTICE_SECONDS = 25.0
 _FETCH_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
+# A call waits so long for the worker of the one before, then goes to any.
+_BOUND_SECONDS = 2.0
 # Under which a nanny tells that it ended a worker for its memory.
 _MEMORY_TOPIC = "worker-restart-memory"
 # In a worker: it was told to end.
@@ -61,7 +63,10 @@ _SETTINGS = MappingProxyType(
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
         "distributed.worker.profile.enabled": False,
+        # By default each process of a cluster wakes 50 times a second to see whether it is late, beside a learner too.
+        "distributed.admin.tick.interval": "1s",
         "distributed.admin.tick.limit": "30s",
+        "distributed.admin.system-monitor.interval": "5s",
         "distributed.comm.timeouts.connect": f"{_CONNECT_SECONDS}s",
         "distributed.diagnostics.nvml": False,
     }
@@ -95,17 +100,45 @@ class Call(Generic[Result]):
     `place`: the addresses of the workers where it has ended well; empty before its result was fetched.
     """
 
-    def __init__(self, client: Client, future: Future[Any], memory: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        submit: Callable[[Sequence[str]], Future[Any]],
+        there: Sequence[str],
+        memory: Mapping[str, int],
+    ) -> None:
         self.place: tuple[str, ...] = ()
         self._client = client
-        self._future = future
+        self._submit = submit
+        self._future = submit(there)
+        self._bound_until = time.monotonic() + _BOUND_SECONDS if there else None
         self._ended_for_memory = memory
 
     def is_done(self, seconds: float) -> bool:
         """Wait at most so long, and say whether it has ended, well or not."""
+        ends = time.monotonic() + seconds
+        if self._bound_until is not None:
+            if self._is_over(min(ends, self._bound_until)):
+                return True
+            if time.monotonic() >= self._bound_until:
+                self._unbind()
+        return self._is_over(ends)
+
+    def _is_over(self, ends: float) -> bool:
         with contextlib.suppress(TimeoutError, CancelledError):
-            wait(self._future, timeout=seconds)
+            wait(self._future, timeout=max(0.0, ends - time.monotonic()))
         return bool(self._future.done())
+
+    def _unbind(self) -> None:
+        """Start a call anew, anywhere, that no worker has: Dask has it wait for its own one.
+
+        That one had gone, or took no more calls, before any other was there; whoever came since was not asked.
+        """
+        self._bound_until = None
+        with contextlib.suppress(OSError, TimeoutError):
+            if not any(self._future.key in keys for keys in self._client.processing().values()):
+                self._future.cancel()
+                self._future = self._submit(())
 
     def result(self) -> Result:
         """Return what the function returned, once; what it raised is raised here, with its traceback.
@@ -162,21 +195,26 @@ class Cluster:
             self._client.wait_for_workers(1, timeout=_START_SECONDS)
             # Where it was before it is warm: elsewhere it would begin again from a checkpoint.
             there = () if self._last is None else self._last.place
-            future = self._client.submit(
-                function,
-                argument,
-                pure=False,
-                retries=0,
-                workers=there or None,
-                allow_other_workers=bool(there),
-            )
+            submit = partial(self._submit, function, argument)
+            self._last = Call(self._client, submit, there, self._ended_for_memory)
         except (TimeoutError, OSError) as exc:
             raise ClusterUnavailable(
                 f"a cluster must have a worker within {_START_SECONDS} s, got none; "
                 "see the scheduler's log, or start a worker"
             ) from exc
-        self._last = Call(self._client, future, self._ended_for_memory)
         return self._last
+
+    def _submit(
+        self, function: Callable[[Any], Result], argument: object, there: Sequence[str]
+    ) -> Future[Result]:
+        return self._client.submit(
+            function,
+            argument,
+            pure=False,
+            retries=0,
+            workers=there or None,
+            allow_other_workers=bool(there),
+        )
 
     def _note_memory(self, event: Message) -> None:
         self._ended_for_memory[event["worker"]] = event["rss"]
@@ -319,14 +357,14 @@ def _start(spec: ClusterSpec) -> LocalCluster:
 
 
 def _environment(spec: ClusterSpec) -> dict[str, Any]:
-    # A nanny would hold every numeric library to one thread.
+    # A nanny would hold every numeric library to one thread, and have freed memory given back at once: each training
+    # step would then fetch all of it from the kernel again, page by page.
     threads = str(spec.threads)
     return {
         "distributed.nanny.pre-spawn-environ": {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
-            "MALLOC_TRIM_THRESHOLD_": 65536,
         },
         "distributed.worker.memory.terminate": 1.0 if spec.memory_mb is not None else False,
     }

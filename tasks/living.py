@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from infra import processes
+from infra import memory, processes
 from islands import names
 from islands.contributions import Telemetry, smoothed
 from islands.data import batch_at
@@ -59,6 +59,7 @@ class Life:
         self._stamp = stamp
         self._tell = tell
         torch.set_num_threads(self.island.cluster.threads)
+        memory.keep_freed_memory()
         self._shard = read_shard(run, name)
         self._learner = building.build_learner(run, name)
         past = history.register(run, name, new_attempt, stamp=stamp, where=processes.here())

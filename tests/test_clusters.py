@@ -71,6 +71,15 @@ def threads_of(_: object) -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
+def num_wakes(seconds: float) -> int:
+    """Return how often this process was given a processor, by its own will before, while it had nothing to do."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    time.sleep(seconds)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+
 # --- a cluster of one's own ---
 
 
@@ -194,6 +203,20 @@ def test_a_restarted_worker_is_shielded_and_has_its_threads_too(own: Cluster) ->
     os.kill(successor, signal.SIGINT)
     assert result_of(own, process_of, None) == successor
     assert result_of(own, threads_of, None) == (2, "2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_call_after_the_only_workers_end_does_not_wait_for_that_one(
+    own: Cluster, number: signal.Signals
+) -> None:
+    process = result_of(own, process_of, None)  # the next call belongs where this one was
+    os.kill(process, number)
+    wait_for(lambda: not is_alive(process) or number == signal.SIGTERM, 10)
+    assert _retried(own, process_of) != process
+
+
+def test_a_worker_beside_a_learner_hardly_ever_wakes_up(own: Cluster) -> None:
+    assert result_of(own, num_wakes, 3.0) < 60  # 50 a second by Dask's default
 
 
 # --- spares, notices, memory ---

@@ -1,0 +1,25 @@
+"""Memory that a process frees: kept for its next use, or given back to the kernel.
+
+Knows the C library; must not know who allocates what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+# Parameters of glibc's mallopt(3), and the most it takes for the second.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MOST_MMAP_THRESHOLD = 32 * 2**20
+_KEPT_BYTES = 2**30
+
+
+def keep_freed_memory() -> None:
+    """Have what this process frees wait for its next use, up to 1 GiB; where the C library is not glibc, do nothing.
+
+    Under a Dask nanny's default, MALLOC_TRIM_THRESHOLD_=65536, each training step gives back all it frees and fetches
+    it again page by page: a third of the step's time, on a small model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
