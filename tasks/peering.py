@@ -127,8 +127,9 @@ def _table(figures: Mapping[str, Any]) -> Table:
 
 @dataclass(slots=True)
 class Replicas:
-    """torchft's replicas, waiting for a word."""
+    """torchft's replicas, waiting for a word. `log`: where they complain."""
 
+    log: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
 
@@ -147,14 +148,15 @@ class Replicas:
             _input(process).write(f"{arm.removeprefix('torchft-')} {num_steps}\n")
             _input(process).flush()
         for process in self.processes:
-            _expect(process, "done")
+            _expect(process, "done", self.log)
         return Window(arm, start + dropped_seconds, time.perf_counter())
 
 
 @contextlib.contextmanager
 def _replicas(run: Run, folder: Path) -> Iterator[Replicas]:
     """Start torchft's lighthouse and replicas; each ends when its standard input does, or is killed."""
-    with (folder / "torchft.log").open("w") as log, contextlib.ExitStack() as stack:
+    complaints = folder / "torchft.log"
+    with complaints.open("w") as log, contextlib.ExitStack() as stack:
 
         def start(*arguments: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
@@ -170,14 +172,14 @@ def _replicas(run: Run, folder: Path) -> Iterator[Replicas]:
             return process
 
         address = _answer(start("lighthouse", str(len(ISLANDS))))
-        replicas = Replicas()
+        replicas = Replicas(complaints)
         for island in ISLANDS:
             path = folder / f"torchft-{island}.steps"
             place = (run.store_url, run.run_id, island, str(path), address, str(OVERLAP_STEPS))
             replicas.processes.append(start("replica", *place))
             replicas.logs.append(path)
         for process in replicas.processes:
-            _expect(process, "ready")
+            _expect(process, "ready", complaints)
         yield replicas
 
 
@@ -204,10 +206,11 @@ def _take_turns(
     return windows
 
 
-def _expect(process: subprocess.Popen[str], word: str) -> None:
+def _expect(process: subprocess.Popen[str], word: str, complaints: Path) -> None:
     if (answer := _answer(process)) != word:
+        said = complaints.read_text(encoding="utf-8", errors="replace")
         raise LearnerLost(
-            f"torchft's process must say {word!r}, got {answer!r}; see whether it runs alone"
+            f"torchft's process must say {word!r}, got {answer!r}; what its log ends with says why:\n{said[-2000:]}"
         )
 
 
