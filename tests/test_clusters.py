@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -69,6 +70,12 @@ def threads_of(_: object) -> tuple[int, str]:
     import torch
 
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def hold_the_interpreter(seconds: int) -> int:
+    """Let no other thread of this process run for so long: not one heartbeat goes out."""
+    ctypes.PyDLL(None).usleep(seconds * 10**6)
+    return os.getpid()
 
 
 def num_wakes(seconds: float) -> int:
@@ -215,6 +222,19 @@ def test_a_call_after_the_only_workers_end_does_not_wait_for_that_one(
     assert _retried(own, process_of) != process
 
 
+def test_a_call_that_holds_its_interpreter_is_not_taken_for_dead(own: Cluster) -> None:
+    """A scheduler that gave up silent workers sooner would not hear of this one for ten of its heartbeats."""
+    process = result_of(own, process_of, None)
+    assert result_of(own, hold_the_interpreter, 10) == process
+    assert result_of(own, process_of, None) == process
+    longest = own._client.run_on_scheduler(silence_allowed)
+    assert longest >= 600
+
+
+def silence_allowed(dask_scheduler: Any) -> float:
+    return float(dask_scheduler.worker_ttl)
+
+
 def test_a_worker_beside_a_learner_hardly_ever_wakes_up(own: Cluster) -> None:
     assert result_of(own, num_wakes, 3.0) < 60  # 50 a second by Dask's default
 
@@ -309,8 +329,8 @@ def test_a_result_that_was_fetched_is_not_computed_again_when_its_worker_dies(
     process = call.result()
     os.kill(process, signal.SIGKILL)
     wait_for(lambda: not is_alive(process), 10)
+    assert _retried(spared, process_of) != process
     spared._client.wait_for_workers(2, timeout=60)
-    assert result_of(spared, doubled, 2) == 4
     assert len(list(tmp_path.iterdir())) == 1
 
 

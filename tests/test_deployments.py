@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.flows import load_flow_from_entrypoint
 from prefect.runner._deployment_registry import DeploymentRegistry
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.server.schemas.schedules import CronSchedule, IntervalSchedule
@@ -83,6 +85,15 @@ def test_every_flow_has_its_deployment_with_the_schema_of_its_parameters() -> No
         "chaos": ["store", "run", "faults", "seed", "seconds", "every_seconds", "kinds", "targets"],
     }
     assert all(deployment(flow).enforce_parameter_schema for flow in deployments.FLOWS)
+
+
+def test_every_flow_is_loaded_by_name_wherever_a_process_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entrypoints = {flow: deployment(flow).entrypoint or "" for flow in deployments.FLOWS}
+    monkeypatch.chdir(tmp_path)
+    found = {flow: load_flow_from_entrypoint(where).name for flow, where in entrypoints.items()}
+    assert found == {flow: flow for flow in deployments.FLOWS}
 
 
 def test_the_form_of_a_run_knows_bounds_choices_and_descriptions() -> None:

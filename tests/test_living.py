@@ -15,17 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from infra.store import Store
 from islands import names
+from islands.landing import landed
 from islands.ledger import record_from_json
-from islands.types import LearnerLost, Refused, StoreLost, StoreUnavailable
+from islands.types import LearnerLost, Position, Refused, StoreLost, StoreUnavailable
 from tasks import (
     adjusting,
     collecting,
     creating,
     evaluating,
+    exchanging,
     history,
     living,
     records,
@@ -217,6 +220,28 @@ def test_a_life_whose_clock_jumps_by_a_day_and_back_trains_its_share_and_balance
     require_sound(run)
 
 
+def test_a_life_whose_clock_is_set_back_by_a_day_saves_as_often_as_before(tmp_path: Path) -> None:
+    run, days = solo(tmp_path, LONG), [0.0]
+    life = Life(
+        run,
+        NAME,
+        records.new_attempt,
+        stamp=lambda: time.time() + days[0],
+        tell=lambda message: None,
+    )
+    try:
+        life.train(0.1)
+        assert life._sender.drain(10)  # what is saved now is stamped now
+        days[0] = -86_400.0
+        life.train(0.5)
+        assert life._sender.drain(10)
+    finally:
+        life.close()
+    saved, _ = records.require(run.store, checkpoints(run)[0])
+    assert saved["at"] < time.time() - 80_000
+    require_sound(run)
+
+
 # --- stops ---
 
 
@@ -403,6 +428,39 @@ def test_a_checkpoint_written_after_its_successor_registered_is_no_part_of_its_p
     ask_to_stop(run)
     assert second.train(30.0).outcome == "stopped"
     require_sound(run)
+
+
+def test_a_life_whose_newest_checkpoint_is_cut_short_goes_on_from_the_one_before(
+    tmp_path: Path, alive: Begin
+) -> None:
+    run = solo(tmp_path, LONG, "pipeline.checkpoint_seconds=1000", "sync.period_steps=10_000")
+    first = alive(run)
+    first.train(0.1)
+    first._save()
+    assert first._sender.drain(10)
+    ask_to_stop(run)
+    first.train(0.0)
+    stopping.let_go_on(run, records.new_attempt, NAME)
+    first._receiver.forget_stop()
+    first._one_step(time.perf_counter())
+    first._save()
+    assert first._sender.drain(10)
+    first.close()
+    newest, older = checkpoints(run)
+    folder = f"payloads/{newest.removesuffix('.json')}"
+    chunk = next(name for name in run.store.list_names(folder) if "values-0/c/" in name)
+    whole = run.store.read(chunk)
+    assert whole is not None
+    run.store.delete(chunk)
+    run.store.create(chunk, whole[:-1])
+    second = alive(run)._learner
+    saved = exchanging.read_checkpoint(run, older).state
+    for p, values in enumerate(saved.values):
+        assert np.array_equal(second.local_values(p), landed(values))
+    assert second.position == Position(1, first._learner.position.step)
+    assert (second.trained, second.cursor) == (first._learner.trained, first._learner.cursor)
+    tokens_of_a_step = first._learner.trained - saved.record.trained
+    assert all(clock.rolled_back == tokens_of_a_step > 0 for clock in second.clocks)
 
 
 def test_a_life_that_is_superseded_says_no_farewell(tmp_path: Path, alive: Begin) -> None:

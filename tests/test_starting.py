@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from islands.config import RunConfig, config_from_json
 from islands.sections import SyncConfig
 from islands.types import ConfigError
 from tasks import records, starting, stopping
+from tasks.runs import read_held_out, read_shard
 from tasks.starting import open_or_create, settled
 from tests import runs
 
@@ -131,6 +133,14 @@ def test_a_run_that_cannot_be_is_refused_and_nothing_is_created(
     with pytest.raises(ConfigError, match=part):
         open_or_create(config, run_id, resume=False)
     assert not (tmp_path / "runs").exists()
+
+
+def test_no_two_islands_read_the_same_text_and_nothing_is_left_out(tmp_path: Path) -> None:
+    run = open_or_create(runs.tiny_config(tmp_path), "r", resume=False)
+    parts = [read_shard(run, island.name) for island in run.config.islands]
+    words = [word for part in (*parts, read_held_out(run)) for word in part.tobytes().split()]
+    written = [word for path in (tmp_path / "text").iterdir() for word in path.read_bytes().split()]
+    assert Counter(words) == Counter(written)
 
 
 def test_a_name_in_use_is_refused_and_that_run_untouched(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tasks.reporting import status
 from tasks.runs import Run
 from tasks.verifying import verify
 from tests import runs
-from tests.faulty import Counting, Deed
+from tests.faulty import Counting, Deed, Killed, Passing
 
 SMALL = ("total_tokens=1_400", "sync.num_fragments=2", "local.checkpoint_steps=7")
 
@@ -192,6 +192,31 @@ def test_the_run_goes_on_after_a_race(tmp_path: Path) -> None:
     assert verify(finished.store_url, finished.run_id).problems == []
 
 
+class Halting(Passing):
+    """Its process is killed where it would commit a version."""
+
+    def act(self, verb: str, name: str, deed: Deed) -> Any:
+        if verb == "create" and name.startswith("versions/"):
+            raise Killed
+        return deed()
+
+
+def test_what_a_killed_synchronizer_had_begun_is_in_nobodys_way(tmp_path: Path) -> None:
+    """The next one merges fewer contributions into the same version: other numbers, beside those that lie there."""
+    driver = until_due(tmp_path, "memory://begun-before")
+    run = driver.run
+    killed = Synchronizer(replace(run, store=Halting(run.store)), records.new_attempt, stamp=float)
+    with pytest.raises(Killed):
+        killed.poll(now=1e9)
+    before = records.find_head(run.store, 0)[0].version
+    run.store.delete(pending(run).name)
+    successor = Synchronizer(run, records.new_attempt, stamp=float)
+    published = [successor.poll(now=now).published for now in (1e9, 2e9)]
+    assert published == [(), ((0, before + 1),)]
+    assert len(records.find_head(run.store, 0)[0].consumed) == 2
+    assert verify(run.store_url, run.run_id).problems == []
+
+
 # --- contributions that break a rule ---
 
 
@@ -287,18 +312,20 @@ def test_an_island_whose_name_differs_by_case_alone_is_unknown(tmp_path: Path) -
 
 @pytest.mark.parametrize("at", [-86_400.0, 86_400.0, 0.0, float("nan"), 1e300])
 def test_an_islands_clock_changes_no_byte_of_what_is_merged(tmp_path: Path, at: float) -> None:
-    """A day behind, a day ahead, or no clock at all: parameters, momentum and tallies of tokens are the same."""
+    """A day behind, a day ahead, or no clock at all: parameters, momentum and tallies of tokens are the same.
+
+    And at the same moment: by the synchronizer's own seconds none of these times has come yet, or is long past.
+    """
     driver = until_due(tmp_path, f"memory://clock-{at}")
     run = driver.run
     expected = fold_alone(run)
-    for fragment in range(len(run.layouts)):
-        for name in run.store.list_names(f"inbox/f{fragment:04d}/{pending(run).learner}/"):
-            found = records.read_contribution(run.store, name)
-            assert found is not None
-            told = replace(found[0].telemetry, at=at)
-            run.store.delete(name)
-            run.store.create(name, seal(replace(found[0], telemetry=told).to_json())[0])
-    poll(run)
+    for name in run.store.list_names("inbox/"):
+        found = records.read_contribution(run.store, name)
+        assert found is not None
+        told = replace(found[0].telemetry, at=at)
+        run.store.delete(name)
+        run.store.create(name, seal(replace(found[0], telemetry=told).to_json())[0])
+    Synchronizer(run, attempts("z"), stamp=float).poll(now=0.0)
     assert heads(run) == expected
 
 
@@ -329,6 +356,23 @@ def test_a_synchronizer_that_slept_for_ten_minutes_merges_once_and_expires_nobod
     assert verify(run.store_url, run.run_id).problems == []
     finished = runs.finish(runs.reopen(run))
     assert verify(finished.store_url, finished.run_id).problems == []
+
+
+def test_a_synchronizer_that_slept_in_its_grace_merges_all_that_had_come(tmp_path: Path) -> None:
+    """It waited for a third island; ten minutes later what the other two had sent is as good as before."""
+    driver = until_due(tmp_path, "memory://slept-in-grace")
+    run, late = driver.run, pending(driver.run)
+    run.store.delete(late.name)
+    before = records.find_head(run.store, 0)[0].version
+    synchronizer = Synchronizer(run, attempts("z"), stamp=float)
+    polled = synchronizer.poll(now=100.0)
+    assert polled.published == ()
+    assert 0 < polled.wait_seconds < 60
+    assert synchronizer.poll(now=700.0).published == ((0, before + 1),)
+    head, _ = records.find_head(run.store, 0)
+    others = {island.name for island in run.config.islands} - {late.learner}
+    assert {entry.learner for entry in head.consumed} == others
+    assert head.refused == ()
 
 
 def fold_alone(run: Run) -> list[tuple[int, bytes, bytes, dict[str, int]]]:

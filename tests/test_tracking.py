@@ -26,6 +26,7 @@ from mlflow.entities import Run as Tracked
 
 from infra.plots import Labels, Lane, Line, draw_lines, draw_timeline
 from infra.tracking import (
+    LONGEST_PARAM,
     NUMBERS_PER_TAG,
     TrackingUnavailable,
     flatten,
@@ -39,6 +40,7 @@ from islands.limits import HealthConfig
 from islands.types import ConfigError
 from islands.versions import Commit
 from tasks import evaluating, records, scores, tracking
+from tasks.adjusting import adjust
 from tasks.runs import Run, open_run
 from tasks.tracking import CURSOR, SCORED, RunTracker, follow, track
 from tests.runs import CALM, TINY, finish, start, tiny_config, train
@@ -317,6 +319,35 @@ def test_repeated_interrupted_and_second_trackers_double_nothing(
     assert RunTracker(run, open_tracker(server.uri), experiment).pass_once() > 100
     assert logged(server.uri, experiment) == expected(run)
     assert track(run, server.uri, experiment=experiment) == 0
+
+
+def test_a_parameter_that_a_resume_changed_keeps_its_first_value_and_the_file_has_the_new_one(
+    server: Server, experiment: str, tmp_path: Path
+) -> None:
+    """MLflow refuses another value for a parameter; that must not keep a run from being told."""
+    run = start(tiny_config(tmp_path, "outer.learning_rate=0.70")).run
+    track(run, server.uri, experiment=experiment)
+    adjust(run, ["outer.learning_rate=0.6", "sync.period_steps=7"])
+    track(open_run(run.store_url, run.run_id), server.uri, experiment=experiment)
+    parent = runs_of(server.uri, experiment)["run"]
+    known = [parent.data.params[key] for key in ("outer.learning_rate", "sync.period_steps")]
+    assert known == ["0.7", "6"]
+    client = MlflowClient(tracking_uri=server.uri)
+    told = Path(client.download_artifacts(parent.info.run_id, "config.toml", str(tmp_path)))
+    now = parse_config(told.read_text(), source="MLflow")
+    assert (now.outer.learning_rate, now.sync.period_steps) == (0.6, 7)
+
+
+def test_a_value_that_is_too_long_is_cut_where_everybody_sees_it(
+    server: Server, experiment: str
+) -> None:
+    tracker = open_tracker(server.uri)
+    found = tracker.find_or_create(experiment, "x", {"diloco.run": "long"}, None)
+    tracker.log_params(found.run_id, {"fits": "a" * LONGEST_PARAM, "long": "b" * 20_000})
+    tracker.set_tag(found.run_id, "long", "c" * 20_000)
+    params = MlflowClient(tracking_uri=server.uri).get_run(found.run_id).data.params
+    assert params == {"fits": "a" * 6000, "long": "b" * 5999 + "…"}
+    assert tracker.get_tags(found.run_id)["long"] == "c" * 7999 + "…"
 
 
 def test_a_child_that_somebody_deleted_is_made_and_filled_again(
