@@ -136,7 +136,11 @@ class Call(Generic[Result]):
         """
         self._bound_until = None
         with contextlib.suppress(OSError, TimeoutError):
-            if not any(self._future.key in keys for keys in self._client.processing().values()):
+            at_work = self._client.processing().values()
+            # Asked for in this order: one that has just ended is at neither place only if nobody had it.
+            if not any(self._future.key in keys for keys in at_work) and not any(
+                self._client.who_has([self._future]).values()
+            ):
                 self._future.cancel()
                 self._future = self._submit(())
 

@@ -257,9 +257,7 @@ def main() -> None:
             place = orders.get()
         try:
             rank.train(place, orders)
-        except (
-            RuntimeError
-        ) as exc:  # a rank has gone: the next order, or that which is there, says who goes on
+        except RuntimeError as exc:  # a rank has gone, or a newer order is there
             print(f"generation {place.generation}: {exc}", file=sys.stderr, flush=True)
 
 
