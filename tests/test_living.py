@@ -502,10 +502,8 @@ def test_broken_numbers_end_a_life_and_the_next_comes_back_healthy(
     first = alive(run)
     while not checkpoints(run):
         assert first.train(0.02).outcome == "goes on"
-    for (
-        parameter
-    ) in first._learner.model.parameters():  # an adoption may heal those of one fragment
-        parameter.data.fill_(float("nan"))
+    for moments in first._learner.optimizer.state.values():  # an adoption would heal parameters
+        moments["exp_avg"].fill_(float("nan"))
     with pytest.raises(Refused, match="non-finite"):
         first.train(60.0)
     first.close()
