@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from cyclopts.validators import Number
 
 from flows import cli_bench, cli_chaos, cli_running, cli_steering, screen
@@ -301,14 +301,13 @@ def run_command(arguments: Sequence[str]) -> int:
         result = app(list(arguments), exit_on_error=False, print_error=False)
     except CycloptsError as exc:
         command = " ".join(["diloco", *(exc.command_chain or ())])
-        rule = str(exc) if str(exc).endswith("...") else str(exc).removesuffix(".")
-        screen.complain(f"{rule}; `{command} --help` shows what it takes")
+        screen.complain(f"{_rule(exc)}; `{command} --help` shows what it takes")
         return BAD_USAGE
     except ConfigError as exc:
         screen.complain(str(exc))
         return BAD_USAGE
     except DamagedObject as exc:
-        screen.complain(f"DamagedObject: {exc}; put that object back from a copy of the store")
+        screen.complain(f"{type(exc).__name__}: {exc}; {exc.remedy}")
         return FAILED
     except IslandsError as exc:
         kind = "" if type(exc) is IslandsError else f"{type(exc).__name__}: "
@@ -317,6 +316,14 @@ def run_command(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return STOPPED
     return result if isinstance(result, int) else DONE
+
+
+def _rule(exc: CycloptsError) -> str:
+    if not isinstance(exc, UnusedCliTokensError):
+        return str(exc) if str(exc).endswith("...") else str(exc).removesuffix(".")
+    unused = exc.unused_tokens or []
+    what = f"this command has no place for {' '.join(unused)}"
+    return f"{what}: a setting goes behind --set" if any("=" in one for one in unused) else what
 
 
 def _glance(url: str, run_id: str) -> Status | str:

@@ -20,6 +20,8 @@ from islands.types import ConfigError
 if TYPE_CHECKING:
     from tasks.runs import Run
 
+DEFAULT_SECONDS, DEFAULT_EVERY_SECONDS = 60.0, 20.0
+
 
 def chaos(
     run: RunName,
@@ -32,11 +34,17 @@ def chaos(
     ] = None,
     seconds: Annotated[
         float | None,
-        Parameter(help="How long a random plan goes on; default: 60.", validator=Number(gt=0)),
+        Parameter(
+            help=f"How long a random plan goes on; default: {DEFAULT_SECONDS:g}.",
+            validator=Number(gt=0),
+        ),
     ] = None,
     every: Annotated[
         float | None,
-        Parameter(help="Seconds between two random faults; default: 20.", validator=Number(gt=0)),
+        Parameter(
+            help=f"Seconds between two random faults; default: {DEFAULT_EVERY_SECONDS:g}.",
+            validator=Number(gt=0),
+        ),
     ] = None,
     kinds: Annotated[
         tuple[Kind, ...] | None,
@@ -71,17 +79,18 @@ def chaos(
         opened = require_strikable(open_named(run, store))
         islands = [island.name for island in opened.config.members]
         if plan is not None:
-            planned = plan_from_toml(_read(plan), islands, source=str(plan))
-        else:
-            planned = random_plan(
-                islands,
-                seed=seed or 0,
-                seconds=seconds or 60.0,
-                every_seconds=every or 20.0,
-                kinds=kinds or KINDS,
-                targets=targets or TARGETS,
+            return _strike(
+                opened, plan_from_toml(_read(plan), islands, source=str(plan)), is_stopped
             )
-        return _strike(opened, planned, is_stopped)
+        drawn_plan = random_plan(
+            islands,
+            seed=seed or 0,
+            seconds=DEFAULT_SECONDS if seconds is None else seconds,
+            every_seconds=DEFAULT_EVERY_SECONDS if every is None else every,
+            kinds=KINDS if kinds is None else kinds,
+            targets=TARGETS if targets is None else targets,
+        )
+        return _strike(opened, drawn_plan, is_stopped)
 
 
 def _strike(run: Run, plan: Plan, is_stopped: following.Claim) -> int:

@@ -43,12 +43,12 @@ _NICENESS = 10
 _NOTICE_SECONDS = 25.0
 _FETCH_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
-# A call waits so long for the worker of the one before, then goes to any.
+# A call that no worker has taken after so long is no longer kept for the worker of the one before.
 _BOUND_SECONDS = 2.0
-# Under which a nanny tells that it ended a worker for its memory.
-_MEMORY_TOPIC = "worker-restart-memory"
-# In a worker: it was told to end.
-_noticed = threading.Event()
+# So long a scheduler may take to answer a question that a call can also do without.
+_ANSWER_SECONDS = 1.0
+_MEMORY_TOPIC = "worker-restart-memory"  # a nanny tells there that it ended a worker for its memory
+_noticed = threading.Event()  # in a worker: it was told to end
 # One attempt at everything, no spilling, no statistical profiler; a long step that holds the GIL is no death.
 _SETTINGS = MappingProxyType(
     {
@@ -98,6 +98,11 @@ class Call(Generic[Result]):
     """One function at work on the cluster.
 
     `place`: the addresses of the workers where it has ended well; empty before its result was fetched.
+
+    Args:
+        submit: submits it for these workers, or any other if they have gone; for any if there are none.
+        there: the addresses it is submitted for first.
+        memory: address -> bytes used, of the workers that were ended for that; it may grow.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class Call(Generic[Result]):
         self._ended_for_memory = memory
 
     def is_done(self, seconds: float) -> bool:
-        """Wait at most so long, and say whether it has ended, well or not."""
+        """Wait about so long, and say whether it has ended, well or not."""
         ends = time.monotonic() + seconds
         if self._bound_until is not None:
             if self._is_over(min(ends, self._bound_until)):
@@ -130,19 +135,33 @@ class Call(Generic[Result]):
         return bool(self._future.done())
 
     def _unbind(self) -> None:
-        """Start a call anew, anywhere, that no worker has: Dask has it wait for its own one.
+        """Submit a call anew, for any worker, if none can take it.
 
-        That one had gone, or took no more calls, before any other was there; whoever came since was not asked.
+        One that is submitted while no worker takes calls Dask keeps for its first address alone, whoever comes later.
         """
-        self._bound_until = None
-        with contextlib.suppress(OSError, TimeoutError):
-            at_work = self._client.processing().values()
-            # Asked for in this order: one that has just ended is at neither place only if nobody had it.
-            if not any(self._future.key in keys for keys in at_work) and not any(
-                self._client.who_has([self._future]).values()
-            ):
-                self._future.cancel()
-                self._future = self._submit(())
+        state, _ = self._seen()
+        is_unknown = state in ("", "released", "waiting")
+        self._bound_until = time.monotonic() + _BOUND_SECONDS if is_unknown else None
+        if state == "no-worker":
+            self._future.cancel()
+            self._future = self._submit(())
+
+    def _seen(self) -> tuple[str, tuple[str, ...]]:
+        """Return what its scheduler calls its state, and the workers that hold its result; "" if it did not say."""
+        key = self._future.key
+
+        # A function in a function: a scheduler at an address need not have this project installed.
+        def look(dask_scheduler: Any) -> tuple[str, tuple[str, ...]]:
+            if (task := dask_scheduler.tasks.get(key)) is None:
+                return "", ()
+            return task.state, tuple(worker.address for worker in task.who_has or ())
+
+        # ValueError: it takes no functions.
+        with contextlib.suppress(OSError, TimeoutError, ValueError):
+            ask = self._client._run_on_scheduler
+            state, holders = self._client.sync(ask, look, callback_timeout=_ANSWER_SECONDS)
+            return str(state), tuple(holders)
+        return "", ()
 
     def result(self) -> Result:
         """Return what the function returned, once; what it raised is raised here, with its traceback.
@@ -157,13 +176,9 @@ class Call(Generic[Result]):
         except (CancelledError, OSError) as exc:
             if self._future.status == "error":
                 raise  # the function's own
-            reason = str(exc).partition("\n")[0]
-            raise LearnerLost(
-                f"the scheduler lost the call ({type(exc).__name__}: {reason})"
-            ) from exc
-        # It is only about where the next call goes.
-        with contextlib.suppress(OSError, TimeoutError):
-            self.place = tuple(self._client.who_has([self._future]).get(self._future.key, ()))
+            reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+            raise LearnerLost(f"the scheduler lost the call ({reason})") from exc
+        _, self.place = self._seen()
         # Of a result that somebody still holds Dask would repeat the whole call, should the worker that has it die.
         self._future.release()
         return result
@@ -361,15 +376,10 @@ def _start(spec: ClusterSpec) -> LocalCluster:
 
 
 def _environment(spec: ClusterSpec) -> dict[str, Any]:
-    # A nanny would hold every numeric library to one thread, and have freed memory given back at once: each training
-    # step would then fetch all of it from the kernel again, page by page.
-    threads = str(spec.threads)
+    # In place of what a nanny sets: one thread for each of these, and freed memory given back to the kernel at once.
+    libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {
-        "distributed.nanny.pre-spawn-environ": {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-        },
+        "distributed.nanny.pre-spawn-environ": dict.fromkeys(libraries, str(spec.threads)),
         "distributed.worker.memory.terminate": 1.0 if spec.memory_mb is not None else False,
     }
 

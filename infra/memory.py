@@ -14,7 +14,10 @@ _KEPT_BYTES = 2**30
 
 
 def keep_freed_memory() -> None:
-    """Have what this process frees wait for its next use, up to 1 GiB; where the C library is not glibc, do nothing.
+    """Have what this process frees wait for its next use; where the C library is not glibc, do nothing.
+
+    Up to 1 GiB for each of malloc's arenas, and nothing of blocks above 32 MiB, which glibc always gives back at once.
+    What is kept counts as used where a worker's memory is limited.
 
     Under a Dask nanny's default, MALLOC_TRIM_THRESHOLD_=65536, each training step gives back all it frees and fetches
     it again page by page: a third of the step's time, on a small model.

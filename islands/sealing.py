@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from islands.types import FORMAT_VERSION, DamagedObject
+from islands.types import FORMAT_VERSION, DamagedObject, OtherFormat
 
 
 def seal(body: Mapping[str, Any]) -> tuple[bytes, str]:
@@ -32,6 +32,7 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Any], str]:
 
     Raises:
         DamagedObject: not what `seal` wrote; `name` is named.
+        OtherFormat: what another version's `seal` wrote.
     """
     try:
         record = json.loads(data)
@@ -39,7 +40,7 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Any], str]:
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise DamagedObject(name, f"is no sealed record ({exc})") from exc
     if version != FORMAT_VERSION:
-        raise DamagedObject(name, f"has format {version}, this program reads {FORMAT_VERSION}")
+        raise OtherFormat(name, f"has format {version}, this program reads {FORMAT_VERSION}")
     if not isinstance(body, dict) or seal(body)[0] != data:
         raise DamagedObject(name, "its bytes do not match their digest")
     return body, digest

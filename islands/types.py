@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from islands.parsing import parse
 
@@ -84,6 +84,8 @@ class LearnerLost(IslandsError):
 class DamagedObject(IslandsError):
     """An object is missing where it must be, or holds other bytes than were committed."""
 
+    remedy: ClassVar = "put that object back from a copy of the store"
+
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}")
         self.name = name
@@ -91,6 +93,12 @@ class DamagedObject(IslandsError):
 
     def __reduce__(self) -> tuple[type[DamagedObject], tuple[str, str]]:
         return type(self), (self.name, self.problem)
+
+
+class OtherFormat(DamagedObject):
+    """A record was written by a version of this program that keeps another store format."""
+
+    remedy: ClassVar = "use the version of diloco that wrote it, or begin a new run"
 
 
 class Refused(IslandsError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from islands.goodput import Kill, Span, Trace, Work
 from islands.types import LearnerLost
 from tasks.runs import Run
-from tasks.step_log import Steps, read_steps
+from tasks.step_log import Steps, end_of, read_steps
 
 Process = subprocess.Popen[str]
 _LOOK_SECONDS = 0.01
@@ -176,7 +176,7 @@ def train(
     *,
     seconds: float,
     checkpoint_seconds: float = 0.0,
-    has_links: bool = True,
+    has_links: bool,
 ) -> Trace:
     """Train for so long, under deaths; an elastic job unless there is a checkpoint to fall back on.
 
@@ -238,7 +238,7 @@ def _num_begun(folder: Path) -> int:
 
 @contextlib.contextmanager
 def open_job(
-    run: Run, folder: Path, checkpoint_seconds: float, *, has_links: bool = True
+    run: Run, folder: Path, checkpoint_seconds: float, *, has_links: bool
 ) -> Iterator[Job]:
     """Give a job that has not begun; its processes end with the block."""
     folder.mkdir(parents=True)
@@ -253,9 +253,8 @@ def _wait_until(is_so: Callable[[], bool], rule: str, job: Job) -> None:
     ends = time.monotonic() + _PATIENCE_SECONDS
     while not is_so():
         if time.monotonic() > ends:
-            log = (job.folder / "ranks.log").read_text(encoding="utf-8", errors="replace")
             raise LearnerLost(
-                f"{rule} within {_PATIENCE_SECONDS:g} s, and has not; what its log ends with says why:\n{log[-2000:]}"
+                f"{rule} within {_PATIENCE_SECONDS:g} s, and has not; {end_of(job.folder / 'ranks.log')}"
             )
         time.sleep(_LOOK_SECONDS)
 

@@ -7,7 +7,7 @@ at a step boundary, drops the group and joins the next one; the step under way i
 whoever in it has come furthest.
 
 Where the islands' links have a cap, a step takes as long as the ring needs on them, if that is longer: the exchange is
-granted to overlap with all of the step's own work. What a newcomer fetches of the state passes its link too.
+granted to overlap with all of the forward and backward pass. What a newcomer fetches of the state passes its link too.
 
 Whoever drops a group closes its connections, so its neighbours' all-reduce fails at once, and so on around the ring:
 nobody waits for a time-out.
@@ -143,7 +143,7 @@ class Rank:
             state = pickle.dumps(self._learner.state(""))
             found = group.broadcast(state, steps.index(max(steps)))
             if self._bytes_per_second is not None:
-                time.sleep(len(found) / self._bytes_per_second)
+                self._wait_until(time.perf_counter() + len(found) / self._bytes_per_second)
             self._load(found)
 
     def _one_step(self, place: Place, log: StepLog) -> None:
@@ -172,7 +172,9 @@ class Rank:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self._group.mean(flat)
-        self._wait_for_link(ring_seconds(flat.nbytes, self._group.size, self._bytes_per_second))
+        self._wait_until(
+            self._begun + ring_seconds(flat.nbytes, self._group.size, self._bytes_per_second)
+        )
         offset = 0
         for gradient in gradients:
             gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
@@ -180,13 +182,13 @@ class Rank:
         self._waited = time.perf_counter() - begun
         nn.utils.clip_grad_norm_(self._parameters, self._run.config.inner.clip_norm)
 
-    def _wait_for_link(self, seconds: float) -> None:
-        """Wait until so much time has passed since the step began.
+    def _wait_until(self, moment: float) -> None:
+        """Wait for a link until then, by `time.perf_counter`.
 
         Raises:
-            RuntimeError: there is a newer group meanwhile; nothing of the step has been taken over.
+            RuntimeError: there is a newer group meanwhile; what was to come over the link has not been taken over.
         """
-        while (left := self._begun + seconds - time.perf_counter()) > 0:
+        while (left := moment - time.perf_counter()) > 0:
             if not self._orders.empty():
                 raise RuntimeError("a newer group forms")
             time.sleep(min(left, _LOOK_SECONDS))

@@ -32,7 +32,7 @@ from tasks.slices import (
     turns,
     visible_ms,
 )
-from tasks.step_log import Steps, read_steps
+from tasks.step_log import Steps, end_of, read_steps
 
 VERSION = "0.2.0"
 OURS, THEIRS = ("ours-with", "ours-without"), ("torchft-with", "torchft-without")
@@ -127,15 +127,15 @@ def _table(figures: Mapping[str, Any]) -> Table:
 
 @dataclass(slots=True)
 class Replicas:
-    """torchft's replicas, waiting for a word. `log`: where they complain."""
+    """torchft's replicas, waiting for a word. `complaints`: the standard error of all."""
 
-    log: Path
+    complaints: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    logs: list[Path] = field(default_factory=list)
+    step_logs: list[Path] = field(default_factory=list)
 
     def steps(self) -> list[Steps]:
         """Return what each has done so far."""
-        return [read_steps(path) for path in self.logs]
+        return [read_steps(path) for path in self.step_logs]
 
     def train(self, arm: str, num_steps: int, dropped_seconds: float) -> Window:
         """Let all take so many steps; return the window in which to look at them.
@@ -148,7 +148,7 @@ class Replicas:
             _input(process).write(f"{arm.removeprefix('torchft-')} {num_steps}\n")
             _input(process).flush()
         for process in self.processes:
-            _expect(process, "done", self.log)
+            _expect(process, "done", self.complaints)
         return Window(arm, start + dropped_seconds, time.perf_counter())
 
 
@@ -171,13 +171,14 @@ def _replicas(run: Run, folder: Path) -> Iterator[Replicas]:
             stack.callback(_end, process)
             return process
 
-        address = _answer(start("lighthouse", str(len(ISLANDS))))
+        if not (address := _answer(start("lighthouse", str(len(ISLANDS))))):
+            raise LearnerLost(f"torchft's lighthouse must say its address; {end_of(complaints)}")
         replicas = Replicas(complaints)
         for island in ISLANDS:
             path = folder / f"torchft-{island}.steps"
             place = (run.store_url, run.run_id, island, str(path), address, str(OVERLAP_STEPS))
             replicas.processes.append(start("replica", *place))
-            replicas.logs.append(path)
+            replicas.step_logs.append(path)
         for process in replicas.processes:
             _expect(process, "ready", complaints)
         yield replicas
@@ -208,9 +209,8 @@ def _take_turns(
 
 def _expect(process: subprocess.Popen[str], word: str, complaints: Path) -> None:
     if (answer := _answer(process)) != word:
-        said = complaints.read_text(encoding="utf-8", errors="replace")
         raise LearnerLost(
-            f"torchft's process must say {word!r}, got {answer!r}; what its log ends with says why:\n{said[-2000:]}"
+            f"torchft's process must say {word!r}, got {answer!r}; {end_of(complaints)}"
         )
 
 

@@ -47,6 +47,12 @@ def process_of(path: Path) -> int | None:
     return None if table is None else int(table[0, 1]) or None
 
 
+def end_of(complaints: Path) -> str:
+    """Say what the file ends with to which the process complained, the standard error of one that writes such logs."""
+    text = complaints.read_text(encoding="utf-8", errors="replace")
+    return f"what its log ends with says why:\n{text[-2000:]}"
+
+
 def _open(path: Path) -> npt.NDArray[np.float64] | None:
     size = (1 + MOST_STEPS) * len(COLUMNS) * np.dtype(np.float64).itemsize
     if not path.exists() or path.stat().st_size < size:

@@ -547,7 +547,7 @@ def test_the_synchronizers_flow_imports_without_torch_dask_and_mlflow() -> None:
 
 
 def test_an_import_that_loads_torch_or_is_slow_is_found(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("sum(range(10_000_000))\n")
+    (tmp_path / "torch.py").write_text("sum(range(50_000_000))\n")
     (tmp_path / "distributed.py").write_text("")
     (tmp_path / "heavy.py").write_text("import torch, distributed\n")
     unwanted = ("torch", "dask", "distributed")

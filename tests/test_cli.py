@@ -337,6 +337,12 @@ def test_a_damaged_run_does_not_hide_the_others(desk: Desk) -> None:
     assert said.status == 1
     assert "run.json: is no sealed record" in said.err
     assert "; put that object back from a copy of the store" in said.err
+    written = json.loads((desk.store / "second" / "run.json").read_bytes())
+    older = {**written, "format": written["format"] - 1}
+    (desk.store / "first" / "run.json").write_text(json.dumps(older))
+    said = desk.on("status")
+    assert "; use the version of diloco that wrote it, or begin a new run" in said.err
+    assert "put that object back" not in said.err
 
 
 def test_refused_contributions_are_visible_and_tables_stay_narrow(

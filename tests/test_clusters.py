@@ -9,15 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra import clusters
-from infra.clusters import Cluster, ClusterSpec, is_told_to_end, open_cluster, teller
+from infra.clusters import Call, Cluster, ClusterSpec, is_told_to_end, open_cluster, teller
 from islands.types import ClusterUnavailable, ConfigError, LearnerLost
 
 TOPIC = "diloco/test/east"
@@ -79,7 +80,7 @@ def hold_the_interpreter(seconds: int) -> int:
 
 
 def num_wakes(seconds: float) -> int:
-    """Return how often this process was given a processor, by its own will before, while it had nothing to do."""
+    """Return how often a thread of this process woke up (voluntary context switches) in so many idle seconds."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
@@ -216,10 +217,62 @@ def test_a_restarted_worker_is_shielded_and_has_its_threads_too(own: Cluster) ->
 def test_a_call_after_the_only_workers_end_does_not_wait_for_that_one(
     own: Cluster, number: signal.Signals
 ) -> None:
-    process = result_of(own, process_of, None)  # the next call belongs where this one was
+    before = own.call(process_of, None)
+    assert before.is_done(60)
+    process = before.result()
     os.kill(process, number)
-    wait_for(lambda: not is_alive(process) or number == signal.SIGTERM, 10)
-    assert _retried(own, process_of) != process
+    wait_for(lambda: not own._client.run_on_scheduler(num_at_work), 30)
+    call = _kept_for(own, before.place, process_of, None)
+    assert own._client.run_on_scheduler(num_at_work) == 0, "its successor came too soon to tell"
+    assert call.is_done(60)
+    assert call.result() != process
+
+
+def test_a_call_at_work_for_long_is_begun_once(own: Cluster, tmp_path: Path) -> None:
+    result_of(own, process_of, None)
+    call = own.call(count_and_hang, str(tmp_path))
+    assert not call.is_done(3.0)
+    assert len(list(tmp_path.iterdir())) == 1
+    os.kill(int(next(tmp_path.iterdir()).read_text()), signal.SIGKILL)
+    assert call.is_done(30)
+
+
+def test_a_call_that_has_just_failed_is_not_begun_anew(own: Cluster) -> None:
+    before = own.call(process_of, None)
+    assert before.is_done(60)
+    before.result()
+    call = own.call(refuse, "once")
+    assert call._is_over(time.monotonic() + 60)
+    call._unbind()
+    assert call.is_done(0.0)
+    with pytest.raises(ConfigError, match="once"):
+        call.result()
+
+
+def test_a_call_is_looked_at_again_where_its_scheduler_did_not_say(
+    own: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = own.call(process_of, None)
+    assert before.is_done(60)
+    process = before.result()
+    os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not own._client.run_on_scheduler(num_at_work), 30)
+    call = _kept_for(own, before.place, process_of, None)
+    monkeypatch.setattr("infra.clusters._ANSWER_SECONDS", 0.0)
+    assert not call.is_done(3.0)
+    monkeypatch.undo()
+    assert call.is_done(60)
+    assert call.result() != process
+
+
+def _kept_for(
+    cluster: Cluster, place: Sequence[str], function: Callable[[Any], Any], argument: object
+) -> Call[Any]:
+    return Call(cluster._client, partial(cluster._submit, function, argument), place, {})
+
+
+def num_at_work(dask_scheduler: Any) -> int:
+    return len(dask_scheduler.running)
 
 
 def test_a_call_that_holds_its_interpreter_is_not_taken_for_dead(own: Cluster) -> None:

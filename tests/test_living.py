@@ -220,7 +220,7 @@ def test_a_life_whose_clock_jumps_by_a_day_and_back_trains_its_share_and_balance
     require_sound(run)
 
 
-def test_a_life_whose_clock_is_set_back_by_a_day_saves_as_often_as_before(tmp_path: Path) -> None:
+def test_a_life_whose_clock_is_set_back_by_a_day_goes_on_saving(tmp_path: Path) -> None:
     run, days = solo(tmp_path, LONG), [0.0]
     life = Life(
         run,
