@@ -20,9 +20,9 @@ def benchmark(name: Name, seeds: Count = 3, tokens: Count | None = None) -> Stat
     """Measure one thing on the machine that serves this flow; the figures go to MLflow and to this run's log.
 
     Args:
-        name: What to measure. `quality` takes long, `chaos` some eight minutes; every other one under four, on two idle
-            cores.
-        seeds: Seeds 0..n-1 of `quality` and `codecs`.
+        name: What to measure. `quality` takes long, `chaos` over half an hour; every other one under four minutes, on
+            two idle cores.
+        seeds: Seeds 0..n-1 of `quality`, `codecs` and `chaos`.
         tokens: Tokens per training of `quality`, `codecs` and `chaos`. Empty: the benchmark's own number.
     """
     status = run_command(name, seeds, tokens)

@@ -44,7 +44,7 @@ def bench(
         Path | None, Parameter(help="File for the figures; an existing one is replaced.")
     ] = None,
     seeds: Annotated[
-        int, Parameter(help="Seeds 0..n-1 (quality, codecs).", validator=Number(gte=1))
+        int, Parameter(help="Seeds 0..n-1 (quality, codecs, chaos).", validator=Number(gte=1))
     ] = 3,
     tokens: Annotated[
         int | None,

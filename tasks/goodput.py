@@ -3,7 +3,8 @@
 Four islands on this machine, one of them killed by SIGKILL every 20 s, everybody once in a seeded order before anybody
 twice. All arms train the same model on the same text with the same batch over links with the same cap, have warm
 spares, and run one after another, for as long as the pipeline takes. The data-parallel jobs run once more without a
-cap: as on one machine, where they do best.
+cap: as on one machine, where they do best. The pipeline trains once more per further seed, with deaths and without:
+one pair of runs tells too little of a loss. Deaths, tokens and losses are counted over all seeds, the rest on seed 0.
 
     goodput = seconds in training steps that were not rolled back / (islands * seconds)
 
@@ -19,7 +20,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from islands.goodput import (
     steps_within,
     uptime,
 )
-from tasks.figures import Measured, Order, Table, Target, ratio_or_none
+from tasks.figures import Measured, Order, Table, Target, percent, ratio_or_none
 from tasks.kill_plan import ISLANDS, Plan
 
 DECOUPLED, ELASTIC, RIGID = "decoupled", "elastic", "data_parallel"
@@ -78,7 +79,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What the pipeline's arm showed. Waits in seconds, one per death; losses in bits per byte.
+    """What the pipeline's arm showed on one seed. Waits in seconds, one per death; losses in bits per byte.
 
     `contributing`: learners in each merge. `problems`: what `verify` found, its replay included.
     """
@@ -100,24 +101,28 @@ class Pipeline:
 def measure(order: Order) -> Measured:
     """Return goodput and recovery of all arms, and what the deaths cost the pipeline's model."""
     plan = Plan() if order.tokens is None else Plan(tokens=order.tokens)
+    plans = [replace(plan, seed=seed) for seed in range(order.seeds)]
     with (
         tempfile.TemporaryDirectory(prefix="diloco-chaos-") as name,
-        order.progress("arms", 2 + len(JOBS)) as advance,
+        order.progress("arms", 2 * len(plans) + len(JOBS)) as advance,
     ):
         folder = Path(name)
+        pairs = []
         with order.services():
             from tasks import killing  # Prefect, which reads its address when it is imported
 
-            killed = killing.train_killed(plan, folder)
-            advance(1, DECOUPLED)
-            peaceful = killing.train_in_peace(plan, folder)
-            advance(2, "the same without deaths")
-        ours = killing.look_back(plan, killed, peaceful)
-        traces = {DECOUPLED: ours.trace}
-        for number, (arm, job) in enumerate(JOBS.items(), start=3):
+            for each in plans:
+                place = folder / f"seed-{each.seed}"
+                killed = killing.train_killed(each, place)
+                advance(2 * each.seed + 1, f"{DECOUPLED}, seed {each.seed}")
+                pairs.append((each, killed, killing.train_in_peace(each, place)))
+                advance(2 * each.seed + 2, f"seed {each.seed} without deaths")
+        ours = [killing.look_back(*pair) for pair in pairs]
+        traces = {DECOUPLED: ours[0].trace}
+        for number, (arm, job) in enumerate(JOBS.items(), start=2 * len(plans) + 1):
             traces[arm] = killing.train_jointly(
                 plan,
-                killed,
+                pairs[0][1],
                 folder / arm,
                 is_elastic=job.is_elastic,
                 has_links=job.has_links,
@@ -126,8 +131,16 @@ def measure(order: Order) -> Measured:
     return report(plan, ours, traces)
 
 
-def report(plan: Plan, ours: Pipeline, traces: Mapping[str, Trace]) -> Measured:
-    """Return the figures and targets of all arms; `traces` by arm, the pipeline's among them."""
+def report(plan: Plan, ours: Sequence[Pipeline], traces: Mapping[str, Trace]) -> Measured:
+    """Return the figures and targets of all arms.
+
+    Args:
+        plan: of all, but for the seed.
+        ours: what the pipeline showed, by seed from 0.
+        traces: by arm, on seed 0; the pipeline's is among them.
+    """
+    losses = [one.loss for one in ours]
+    in_peace = [one.loss_in_peace for one in ours]
     figures: dict[str, Any] = {}
     arms = {arm: _arm_figures(trace, plan) for arm, trace in traces.items()}
     for key in ("goodput", "uptime", "resume_s", "resume_s_max"):
@@ -135,29 +148,37 @@ def report(plan: Plan, ours: Pipeline, traces: Mapping[str, Trace]) -> Measured:
         figures |= {f"{key}_{arm}": arms[arm][key] for arm in JOBS}
     for arm in JOBS:
         figures[f"goodput_over_{arm}"] = ratio_or_none(figures["goodput"], arms[arm]["goodput"])
-    for key, waits in (("detect_s", ours.detect), ("merged_again_s", ours.merged_again)):
+    for key, waits in (
+        ("detect_s", [wait for one in ours for wait in one.detect]),
+        ("merged_again_s", [wait for one in ours for wait in one.merged_again]),
+    ):
         figures |= {key: _median(waits), f"{key}_max": max(waits, default=None)}
     figures |= {
         "bandwidth_mbit": plan.bandwidth_mbit,
         "period_s": plan.period_steps * arms[DECOUPLED]["step_s"],
-        "lost": ours.lost,
-        "double_counted": ours.double_counted,
-        "problems": list(ours.problems),
-        "num_problems": len(ours.problems),
-        "merged_share": ours.merged_share,
-        "loss": ours.loss,
-        "loss_without_deaths": ours.loss_in_peace,
-        "loss_gap_percent": 100 * (ours.loss / ours.loss_in_peace - 1),
-        "checkpoint_percent": ours.checkpoint_percent,
+        "seeds": len(ours),
+        "deaths": sum(len(one.trace.kills) for one in ours),
+        "lost": sum(one.lost for one in ours),
+        "double_counted": sum(one.double_counted for one in ours),
+        "problems": [problem for one in ours for problem in one.problems],
+        "num_problems": sum(len(one.problems) for one in ours),
+        "merged_share": statistics.fmean(one.merged_share for one in ours),
+        "loss": statistics.fmean(losses),
+        "loss_without_deaths": statistics.fmean(in_peace),
+        "loss_gap_percent": percent(losses, in_peace),
+        "loss_gaps_percent": [
+            percent([one], [other]) for one, other in zip(losses, in_peace, strict=True)
+        ],
+        "checkpoint_percent": ours[0].checkpoint_percent,
         "participation": {
             "live": arms[DECOUPLED]["live"],
-            "contributing": statistics.fmean(ours.contributing),
-            "quorum": ours.quorum,
+            "contributing": statistics.fmean(ours[0].contributing),
+            "quorum": ours[0].quorum,
         },
     }
     for key in ("live", "step_s", "kept_tokens_per_second", "kills"):
         figures[f"{key}_by_arm"] = {arm: found[key] for arm, found in arms.items()}
-    figures |= {"seconds": ours.trace.window.seconds, "definitions": DEFINITIONS}
+    figures |= {"seconds": ours[0].trace.window.seconds, "definitions": DEFINITIONS}
     return Measured(figures, _targets(figures), _table(figures, arms))
 
 
@@ -204,7 +225,7 @@ def _table(figures: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) ->
     rows += [
         (key, _shown(figures[key]), *nothing)
         for key in (
-            "bandwidth_mbit",
+            *("bandwidth_mbit", "seeds", "deaths"),
             *("detect_s", "detect_s_max", "merged_again_s", "merged_again_s_max", "period_s"),
             *("lost", "double_counted", "num_problems", "merged_share"),
             *("loss", "loss_without_deaths", "loss_gap_percent", "checkpoint_percent"),

@@ -140,7 +140,7 @@ def test_what_was_rolled_back_is_no_goodput_and_every_arm_is_measured_alike() ->
     ours = trace(100.0, rolled_back=5.0)
     traces = dict.fromkeys(JOBS, trace(90.0))
     traces |= {DECOUPLED: ours, ELASTIC: trace(60.0), RIGID: trace(20.0)}
-    measured = goodput.report(Plan(), pipeline(ours), traces)
+    measured = goodput.report(Plan(), [pipeline(ours), pipeline(ours, loss=1.97)], traces)
     figures = measured.figures
     # 390 s at work of 400, 5 of them thrown away.
     assert figures["goodput"] == pytest.approx(385 / 400)
@@ -150,7 +150,9 @@ def test_what_was_rolled_back_is_no_goodput_and_every_arm_is_measured_alike() ->
     assert figures[f"goodput_over_{ELASTIC_UNCAPPED}"] == pytest.approx(385 / 351)
     assert (figures["uptime"], figures["resume_s"]) == (1.0, 10.0)
     assert (figures["detect_s"], figures["merged_again_s"]) == (pytest.approx(0.3), 12.0)
-    assert figures["loss_gap_percent"] == pytest.approx(0.5)
+    assert figures["loss_gap_percent"] == pytest.approx(-0.5)  # a gap of means over seeds
+    assert figures["loss_gaps_percent"] == [pytest.approx(0.5), pytest.approx(-1.5)]
+    assert (figures["seeds"], figures["deaths"]) == (2, 2)
     assert figures["participation"] == {"live": 3.9, "contributing": 3.0, "quorum": 2}
     # 1,950 steps in 390 s, 24 of them a period: 20 s until merged again is 15.2 s beyond that.
     assert figures["period_s"] == pytest.approx(4.8)
@@ -174,7 +176,7 @@ def test_every_promised_key_is_in_the_json_even_where_nobody_was_killed() -> Non
             "merged_again": (),
         }
     )
-    measured = goodput.report(Plan(), quiet, dict.fromkeys((DECOUPLED, *JOBS), ours))
+    measured = goodput.report(Plan(), [quiet], dict.fromkeys((DECOUPLED, *JOBS), ours))
     text = benchmarks.as_json(measured)
     for key in (
         *("goodput", "goodput_elastic", "goodput_data_parallel", "uptime", "detect_s", "resume_s"),
@@ -188,7 +190,7 @@ def test_every_promised_key_is_in_the_json_even_where_nobody_was_killed() -> Non
 def test_a_token_without_a_fate_misses_its_target() -> None:
     ours = trace(100.0)
     measured = goodput.report(
-        Plan(), pipeline(ours, lost=1), dict.fromkeys((DECOUPLED, *JOBS), ours)
+        Plan(), [pipeline(ours), pipeline(ours, lost=1)], dict.fromkeys((DECOUPLED, *JOBS), ours)
     )
     assert "lost must be <= 0, got 1" in measured.missed()
 
@@ -261,7 +263,7 @@ def test_looking_back_on_a_killed_run_finds_a_sound_ledger_and_what_the_death_co
     ]
     assert ours.trace.window == Span(max(firsts), min(left))
     assert len(ours.trace.kills) == len(ours.merged_again) == 1
-    figures = goodput.report(plan, ours, dict.fromkeys((DECOUPLED, *JOBS), ours.trace))
+    figures = goodput.report(plan, [ours], dict.fromkeys((DECOUPLED, *JOBS), ours.trace))
     assert 0.0 < figures.figures["goodput"] < 1.0
     assert ours.trace.rolled_back_seconds > 0
 
