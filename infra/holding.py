@@ -24,7 +24,7 @@ from infra.processes import Where
 
 # One stop and one go of a process that is slowed down.
 _CYCLE_SECONDS = 0.1
-# How often a long hold looks whether anybody is left to be held.
+# How often a long hold looks whether anybody is left to be held, and still stands.
 _LOOK_SECONDS = 0.5
 
 
@@ -90,7 +90,8 @@ def _hold(held: list[Where], ends: float, factor: float | None) -> None:
         if _is_cut(min(stop_seconds, ends - now)):
             return
         if factor is None:
-            held = [where for where in held if processes.find(where) is not None]
+            # Again: another hold of the same process may have ended meanwhile, and let it go on.
+            held = [where for where in held if processes.send(where, signal.SIGSTOP)]
             continue
         _let_go(held)
         if _is_cut(run_seconds):

@@ -25,6 +25,8 @@ from islands.versions import Commit
 WINDOW = 12
 # A learner tells the running mean of its loss over some twenty steps: before a few times that it is of its beginning.
 SETTLED_STEPS = 60
+# In nats per token; no learner that trains tells more.
+LARGEST_LOSS = 1e6
 Window = Sequence[Sequence[Commit]]
 
 
@@ -248,8 +250,8 @@ def _losses(tracks: Sequence[_Track]) -> tuple[float, float]:
         (merge.is_newer, entry.telemetry.loss)
         for track in tracks
         for merge, entry in track
-        # A learner may write anything: one NaN would leave nobody's losses in order.
-        if 0 < entry.telemetry.loss < math.inf and entry.stop.step >= SETTLED_STEPS
+        # A learner may write anything: one NaN would leave nobody's losses in order, and two of 1e308 have no mean.
+        if 0 < entry.telemetry.loss < LARGEST_LOSS and entry.stop.step >= SETTLED_STEPS
     ]
     older = [loss for is_newer, loss in known if not is_newer]
     newer = [loss for is_newer, loss in known if is_newer]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from islands import steering
+from islands import membership, steering
 from islands.config import RunConfig, config_from_json, parse_config, to_toml
+from islands.membership import Progress
 from islands.steering import Change
 from islands.types import ConfigError
-from tasks import records, stopping
+from tasks import history, records, stopping
 from tasks.runs import Run, record_change, require_same_members
 from tasks.sharing import was_local
 
@@ -82,11 +83,42 @@ def record(
     is_local: bool,
     may_grow: bool = False,
 ) -> Adjusted:
-    """Record a change of the run's settings, and return what it changes and when that acts."""
-    changes = steering.changes_between(*record_change(run, derive, may_grow=may_grow))
+    """Record a change of the run's settings, and return what it changes and when that acts.
+
+    Raises:
+        ConfigError: what the change breaks, or all that train on would be in quarantine.
+    """
+
+    def derive_counting(config: RunConfig) -> RunConfig:
+        changed = derive(config)
+        _require_counting(run, config, changed)
+        return changed
+
+    changes = steering.changes_between(*record_change(run, derive_counting, may_grow=may_grow))
     if is_local or stopping.is_asked(run):
         changes = tuple(replace(change, acts=RESUMED) for change in changes)
     return Adjusted(changes, tuple(sorted(records.departed(run.store))))
+
+
+def progress_of(run: Run, config: RunConfig) -> Progress:
+    """Return what each island has trained, and who has left."""
+    links = {island.name: history.last_link(run, island.name) for island in config.members}
+    trained = {name: link.trained for name, link in links.items() if link is not None}
+    return Progress(trained, records.departed(run.store))
+
+
+def _require_counting(run: Run, config: RunConfig, changed: RunConfig) -> None:
+    """Refuse what would leave nobody to train for the model, where somebody did."""
+    if not changed.quarantine:
+        return
+    left = membership.staying(changed, progress_of(run, changed))
+    if left <= set(changed.quarantine) and not (
+        membership.staying(config, progress_of(run, config)) <= set(config.quarantine)
+    ):
+        raise ConfigError(
+            f"somebody outside quarantine must train on, got {', '.join(sorted(left)) or 'nobody'} left, all in it; "
+            f"`diloco quarantine {run.run_id} ISLAND --release` releases one, `diloco stop {run.run_id}` stops the run"
+        )
 
 
 def _require_free_pace(config: RunConfig, changed: RunConfig) -> None:

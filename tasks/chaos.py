@@ -67,11 +67,11 @@ class Chaos:
         self._let_go()
         try:
             self.run = refreshed(self.run)  # somebody may have joined
+            self._settle()
             self.is_over = self.is_over or _is_over(self.run)
             if self.is_over:
                 return
             self._write()
-            self._spoils = [spoil for spoil in self._spoils if not spoil.is_settled(self.run)]
             due = self._due()
             self._merged_tokens = _merged_tokens(self.run) if due else self._merged_tokens
             for fault in due:
@@ -86,9 +86,14 @@ class Chaos:
                 self.say(f"{exc}; again")
 
     def close(self) -> None:
-        """Let everybody go on."""
+        """Let everybody go on, and put back what was merged though it is damaged."""
         while self._holds:
             self._holds.pop()[0].release()
+        with contextlib.suppress(StoreUnavailable, DamagedObject):
+            self._settle()
+
+    def _settle(self) -> None:
+        self._spoils = [spoil for spoil in self._spoils if not spoil.is_settled(self.run)]
 
     def _let_go(self) -> None:
         for hold, held in list(self._holds):

@@ -1,12 +1,13 @@
 """Data-parallel training under deaths, for comparison: elastic, and not. The parent's side; its ranks are processes. No
 torch.
 
-Both have a process per island and one warm spare, find a death within some ten milliseconds, and take an all-reduce
-per step over loopback, or over links as narrow as the islands' are. Nothing else runs beside them.
+Both have a process per island, find a death within some ten milliseconds, and take an all-reduce per step over
+loopback, or over links as narrow as the islands' are. Nothing else runs beside them.
 
-Elastic: the survivors re-form at once from the state they hold, together with the spare, or without one until it is
+Elastic: the survivors re-form at once from the state they hold, together with a warm spare, or without one until it is
 warm; only the step under way is lost. Not elastic, as torchrun does it: one death ends all processes; new ones begin
-from the last checkpoint, which rank 0 copies at a step boundary and a thread of its own writes.
+from the last checkpoint, which rank 0 copies at a step boundary and a thread of its own writes. A group that breaks
+though nobody has died, for one rank stood still, is formed anew.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from tasks.step_log import Steps, end_of, read_steps
 Process = subprocess.Popen[str]
 _LOOK_SECONDS = 0.01
 _PATIENCE_SECONDS = 120.0
+# A group whose ranks have given it up for so long, and nobody has died, will not mend by itself.
+_LOST_SECONDS = 1.0
+# Ranks that end without a step for so long have not trained as they should.
+_MOST_IDLE_SECONDS = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class Job:
         run: of which it trains the model; nothing is written to it.
         checkpoint_seconds: between two checkpoints; 0: elastic, and without any.
         has_links: whether its ranks keep to the caps of the islands' links.
+        lost_since: when it was first seen that the group has broken, by `time.monotonic`.
     """
 
     run: Run
@@ -66,6 +72,7 @@ class Job:
     ranks: dict[str, Process] = field(default_factory=dict)
     spares: list[Process] = field(default_factory=list)
     generation: int = -1
+    lost_since: float | None = None
 
     @property
     def islands(self) -> list[str]:
@@ -101,7 +108,7 @@ class Job:
         for island, spare in zip(vacant, warm, strict=False):
             self.spares.remove(spare)
             self.ranks[island] = spare
-        if dead or warm:
+        if dead or warm or self._is_lost():
             self._form()
 
     def end(self) -> None:
@@ -128,6 +135,14 @@ class Job:
             with contextlib.suppress(BrokenPipeError):  # it has died since: the next look finds it
                 rank.stdin.write(place.line())
                 rank.stdin.flush()
+
+    def _is_lost(self) -> bool:
+        """Say whether its ranks have said for a while that the group has broken."""
+        if not lost_mark(self.folder, self.generation).exists():
+            self.lost_since = None
+            return False
+        self.lost_since = self.lost_since or time.monotonic()
+        return time.monotonic() - self.lost_since >= _LOST_SECONDS
 
     def _start(self) -> Process:
         checkpoint = str(self.folder / "checkpoint") if self.checkpoint_seconds else ""
@@ -169,6 +184,11 @@ def warm_mark(folder: Path, process: int) -> Path:
     return folder / f"{process}.warm"
 
 
+def lost_mark(folder: Path, generation: int) -> Path:
+    """Return the file by which ranks say that their group has broken, and that no order for another was there."""
+    return folder / f"{generation:03d}.lost"
+
+
 def train(
     run: Run,
     folder: Path,
@@ -205,7 +225,13 @@ def train(
                 killed.append(Kill(waiting.pop(0).island, time.perf_counter()))
             job.mend()
             time.sleep(_LOOK_SECONDS)
-    return Trace(works_in(folder), tuple(killed), Span(begun, begun + seconds))
+        works = works_in(folder)
+        if begun + seconds - max(work.span.end for work in works) > _MOST_IDLE_SECONDS:
+            raise LearnerLost(
+                f"ranks must train to the end, got none at work in its last {_MOST_IDLE_SECONDS:g} s; "
+                + end_of(folder / "ranks.log")
+            )
+    return Trace(works, tuple(killed), Span(begun, begun + seconds))
 
 
 def works_in(folder: Path) -> tuple[Work, ...]:

@@ -34,7 +34,7 @@ from islands.data import batch_at
 from islands.learner import Base, Learner, LearnerState, flatten, trainable
 from islands.model import build_model
 from tasks import building
-from tasks.data_parallel import Place, place_from, ring_seconds, warm_mark
+from tasks.data_parallel import Place, lost_mark, place_from, ring_seconds, warm_mark
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import StepLog
 from tasks.stepping import schedule_of
@@ -261,6 +261,8 @@ def main() -> None:
             rank.train(place, orders)
         except RuntimeError as exc:  # a rank has gone, or a newer order is there
             print(f"generation {place.generation}: {exc}", file=sys.stderr, flush=True)
+            if orders.empty():
+                lost_mark(Path(folder), place.generation).touch()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Benchmark `chaos`: one plan of deaths against the pipeline, and against elastic and non-elastic data-parallel jobs.
 
 Four islands on this machine, one of them killed by SIGKILL every 20 s, everybody once in a seeded order before anybody
-twice. All arms train the same model on the same text with the same batch over links with the same cap, have warm
-spares, and run one after another, for as long as the pipeline takes. The data-parallel jobs run once more without a
-cap: as on one machine, where they do best. The pipeline trains once more per further seed, with deaths and without:
-one pair of runs tells too little of a loss. Deaths, tokens and losses are counted over all seeds, the rest on seed 0.
+twice. All arms train the same model on the same text with the same batch over links with the same cap, one after
+another, for as long as the pipeline takes. The pipeline and the elastic jobs have warm spares; what is not elastic
+starts all its processes anew, as torchrun does. The data-parallel jobs run once more without a cap: as on one machine,
+where they do best. The pipeline trains once more per further seed, with deaths and without: one pair of runs tells too
+little of a loss. Deaths, tokens and losses are counted over all seeds, the rest on seed 0.
 
     goodput = seconds in training steps that were not rolled back / (islands * seconds)
 
@@ -196,8 +197,8 @@ def _arm_figures(trace: Trace, plan: Plan) -> dict[str, Any]:
         "live": mean_at_work(works, window),
         "resume_s": _median(waits),
         "resume_s_max": max(waits, default=None),
-        "step_s": kept / num_steps,
-        "kept_tokens_per_second": rate * lasting / kept,
+        "step_s": ratio_or_none(kept, num_steps),
+        "kept_tokens_per_second": rate * lasting / kept if kept > 0 else 0.0,
         "kills": len(trace.kills),
     }
 

@@ -12,8 +12,8 @@ from islands.config import RunConfig, parse_config, to_toml
 from islands.membership import Progress
 from islands.sections import IslandConfig
 from islands.types import ConfigError, is_plain_name
-from tasks import adjusting, history, records
-from tasks.adjusting import Adjusted
+from tasks import adjusting
+from tasks.adjusting import Adjusted, progress_of
 from tasks.runs import Run, record_change, refreshed
 from tasks.sharing import was_local
 
@@ -36,7 +36,7 @@ def join(run: Run, name: str, assignments: Sequence[str]) -> Adjusted:
     _require_plain(name, assignments)
 
     def derive(config: RunConfig) -> RunConfig:
-        progress = _progress(run, config)
+        progress = progress_of(run, config)
         _require_open(config, name, progress)
         listed = _listed(config, name, assignments)
         return _checked(membership.joined(listed, name, progress))
@@ -54,7 +54,7 @@ def leave(run: Run, name: str) -> Adjusted:
     is_local = was_local(run)  # its learners are seated for good: no spare takes a place there
 
     def derive(config: RunConfig) -> RunConfig:
-        progress = _progress(run, config)
+        progress = progress_of(run, config)
         training = {i.name for i in config.members} - progress.departed
         if name not in training:
             raise ConfigError(
@@ -76,17 +76,11 @@ def leave(run: Run, name: str) -> Adjusted:
 def settle(run: Run) -> Run:
     """Hand on what islands left undone that have left early, and start spares in their place; return the run so."""
     run = refreshed(run)
-    is_settled = membership.settled(run.config, _progress(run, run.config)) is run.config
+    is_settled = membership.settled(run.config, progress_of(run, run.config)) is run.config
     if is_settled or run.store.read(names.FINISHED) is not None:
         return run
-    record_change(run, lambda config: membership.settled(config, _progress(run, config)))
+    record_change(run, lambda config: membership.settled(config, progress_of(run, config)))
     return refreshed(run)
-
-
-def _progress(run: Run, config: RunConfig) -> Progress:
-    links = {island.name: history.last_link(run, island.name) for island in config.members}
-    trained = {name: link.trained for name, link in links.items() if link is not None}
-    return Progress(trained, records.departed(run.store))
 
 
 def _require_open(config: RunConfig, name: str, progress: Progress) -> None:

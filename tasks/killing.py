@@ -65,9 +65,10 @@ class Killer:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A run that trained to its end under deaths: who was killed, how soon Prefect knew."""
+    """A run that trained to its end under deaths: when all were at work, who was killed, how soon Prefect knew."""
 
     run: Run
+    window: Span
     kills: tuple[Kill, ...]
     detect: tuple[float, ...]
 
@@ -82,7 +83,7 @@ def train_killed(plan: Plan, folder: Path) -> Killed:
     killer = Killer(config.store, "killed", plan.faults(), plan.until_share)
     run = _train(config, "killed", killer.look)
     kills = kills_of(run)
-    return Killed(run, kills, tuple(seconds_to_detect(run, kills)))
+    return Killed(run, window_of(run), kills, tuple(seconds_to_detect(run, kills)))
 
 
 def train_in_peace(plan: Plan, folder: Path) -> Run:
@@ -94,12 +95,11 @@ def train_jointly(
     plan: Plan, killed: Killed, folder: Path, *, is_elastic: bool, has_links: bool
 ) -> Trace:
     """Train a data-parallel job for as long as the run took, under the same deaths, over its links or without a cap."""
-    window = window_of(killed.run)
     return data_parallel.train(
         killed.run,
         folder,
-        [Kill(kill.island, kill.at - window.begin) for kill in killed.kills],
-        seconds=window.seconds,
+        [Kill(kill.island, kill.at - killed.window.begin) for kill in killed.kills],
+        seconds=killed.window.seconds,
         checkpoint_seconds=0.0 if is_elastic else plan.job_checkpoint_seconds,
         has_links=has_links,
     )
@@ -112,7 +112,7 @@ def look_back(plan: Plan, killed: Killed, peaceful: Run) -> Pipeline:
     trace = Trace(
         works=tuple(work for one in kept for work in one.works),
         kills=killed.kills,
-        window=window_of(run),
+        window=killed.window,
         rolled_back_seconds=sum(one.rolled_back_seconds for one in kept),
     )
     found = verify(run.store_url, run.run_id)
@@ -171,11 +171,21 @@ def _train(config: RunConfig, run_id: str, watch: Callable[[], None]) -> Run:
 
 
 def window_of(run: Run) -> Span:
-    """Return the time in which every island was at work: from the last one's first push to the first farewell."""
+    """Return the time in which every island was at work: from the last one's first push to the first farewell.
+
+    Raises:
+        IslandsError: there is none.
+    """
     islands = [island.name for island in run.config.islands]
-    begun = [kept_work(run, island).works[0].span.end for island in islands]
-    left = [records.require(run.store, names.left(island))[0]["at"] for island in islands]
-    return Span(max(begun), min(map(float, left)))
+    works = [kept_work(run, island).works for island in islands]
+    left = [float(records.require(run.store, names.left(island))[0]["at"]) for island in islands]
+    begun = [own[0].span.end for own in works if own]
+    if len(begun) < len(islands) or max(begun) >= min(left):
+        raise IslandsError(
+            f"every island must push before the first one leaves, got {run.config.total_tokens:,} tokens for "
+            f"{len(islands)} of them, which were trained too soon; raise --tokens"
+        )
+    return Span(max(begun), min(left))
 
 
 def seconds_to_detect(run: Run, kills: Sequence[Kill]) -> list[float]:

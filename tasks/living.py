@@ -59,7 +59,7 @@ class Life:
         self._stamp = stamp
         self._tell = tell
         torch.set_num_threads(self.island.cluster.threads)
-        memory.keep_freed_memory()
+        memory.keep_freed_memory(self.island.cluster.memory_mb)
         self._shard = read_shard(run, name)
         self._learner = building.build_learner(run, name)
         past = history.register(run, name, new_attempt, stamp=stamp, where=processes.here())

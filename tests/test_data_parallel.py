@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tasks import (
     building,
     creating,
 )
-from tasks.data_parallel import Job, open_job, ring_seconds, works_in
+from tasks.data_parallel import Job, lost_mark, open_job, ring_seconds, works_in
 from tasks.runs import Run, open_run, read_shard
 from tasks.step_log import read_steps
 from tasks.stepping import schedule_of
@@ -80,6 +81,24 @@ def test_a_job_that_is_not_elastic_begins_anew_from_its_checkpoint(tmp_path: Pat
     begun = [len(read_steps(path)) for path in folder.glob("000-*.steps")]
     dropped = sum(1 - work.num_kept for work in works_in(folder))
     assert dropped == sum(max(0, num_steps - first) for num_steps in begun)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("checkpoint_seconds", [0.0, 0.3])
+def test_a_group_that_breaks_though_nobody_has_died_forms_anew(
+    tmp_path: Path, checkpoint_seconds: float
+) -> None:
+    run, folder = small_run(tmp_path), tmp_path / "job"
+    with open_job(run, folder, checkpoint_seconds, has_links=True) as job:
+        job.begin()
+        wait_until(lambda: num_logs(folder, 0) == 3, job)
+        still = job.ranks["north"]
+        still.send_signal(signal.SIGSTOP)
+        wait_until(lost_mark(folder, 0).exists, job)  # the others give it up
+        still.send_signal(signal.SIGCONT)
+        wait_until(lambda: num_logs(folder, job.generation) == 3 and job.generation > 0, job)
+        assert job.ranks["north"] is still
 
 
 @pytest.mark.slow

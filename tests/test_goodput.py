@@ -28,6 +28,7 @@ from islands.goodput import (
     uptime,
     victims,
 )
+from islands.types import IslandsError
 from tasks import (
     benchmarks,
     checkpoint_costs,
@@ -187,6 +188,15 @@ def test_every_promised_key_is_in_the_json_even_where_nobody_was_killed() -> Non
     assert "merged_again_s_max" in measured.missed()
 
 
+def test_a_job_that_took_no_step_is_told_with_the_others() -> None:
+    ours, idle = trace(100.0), Trace((), (), Span(0.0, 100.0))
+    figures = goodput.report(
+        Plan(), [pipeline(ours)], {**dict.fromkeys((DECOUPLED, *JOBS), ours), RIGID: idle}
+    ).figures
+    assert (figures["goodput_data_parallel"], figures["step_s_by_arm"][RIGID]) == (0.0, None)
+    assert figures["goodput_over_data_parallel"] is None
+
+
 def test_a_token_without_a_fate_misses_its_target() -> None:
     ours = trace(100.0)
     measured = goodput.report(
@@ -215,6 +225,12 @@ def test_kept_steps_are_those_of_the_records_and_lives_do_not_overlap(killed_run
     assert all(one.end <= other.begin for one, other in pairwise(spans))
     pauses = [other.begin - one.end for one, other in pairwise(spans)]
     assert sum(pause > 2.0 for pause in pauses) == 1  # the death, and nothing else
+
+
+def test_a_run_that_is_over_before_all_have_pushed_has_no_window(tmp_path: Path) -> None:
+    brief = train(tiny_config(tmp_path, 'retention="all"', "total_tokens=96"))
+    with pytest.raises(IslandsError, match="raise --tokens"):
+        killing.window_of(brief)
 
 
 def test_what_a_return_threw_away_is_a_share_of_the_kept_seconds(killed_run: Run) -> None:
@@ -248,7 +264,7 @@ def test_losses_are_compared_at_about_as_many_merged_tokens(
 def test_looking_back_on_a_killed_run_finds_a_sound_ledger_and_what_the_death_cost(
     killed_run: Run,
 ) -> None:
-    killed = killing.Killed(killed_run, (Kill("east", 20.0),), ())
+    killed = killing.Killed(killed_run, killing.window_of(killed_run), (Kill("east", 20.0),), ())
     plan = Plan(batch_size=2, model=killed_run.config.model)
     ours = killing.look_back(plan, killed, killed_run)
     assert (ours.lost, ours.double_counted, list(ours.problems)) == (0, 0, [])

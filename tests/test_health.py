@@ -152,10 +152,11 @@ def test_who_starts_late_or_leaves_early_is_missed_by_no_merge() -> None:
     assert west.weight_share == pytest.approx(6 * 0.25 / 11)
 
 
-def test_a_loss_that_is_no_number_hides_nobody_elses() -> None:
+@pytest.mark.parametrize("told", [np.nan, np.inf, 1e308])
+def test_a_loss_that_is_none_hides_nobody_elses(told: float) -> None:
     changes = {
         name: lambda e, loss=loss: replace(e, telemetry=Telemetry(loss=loss))
-        for name, loss in (("asia", np.nan), ("east", 3.0))
+        for name, loss in (("asia", told), ("east", 3.0))
     }
     vitals = examine([merges(changes)], {})
     gaps = {name: own.loss_gap for name, own in vitals.islands.items()}

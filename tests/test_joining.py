@@ -12,6 +12,7 @@ import pytest
 
 from infra import processes
 from islands import names
+from islands.contributions import Tally
 from islands.learner import Learner
 from islands.schedule import learning_rate_at
 from islands.types import ConfigError
@@ -28,7 +29,7 @@ from tasks.sharing import was_local
 from tasks.verifying import verify
 from tests import runs
 from tests.test_living import Merging, mergings
-from tests.test_sending import created, require_sound
+from tests.test_sending import created, require_sound, wait_for
 
 merging = pytest.fixture(mergings)
 
@@ -138,9 +139,13 @@ def test_a_newcomer_contributes_is_known_to_a_synchronizer_at_work_and_leaves_wi
     stretch = live(now, "south").train(60.0)
     assert stretch.outcome == "left"
     assert stretch.trained >= now.own_tokens("south") > 0
-    tallies = [records.find_head(now.store, p)[0].tallies["south"] for p in range(3)]
-    assert all(tally.merges > 0 for tally in tallies)
-    assert not any("unknown" in tally.refused for tally in tallies)
+
+    def tallies() -> list[Tally]:
+        heads = [records.find_head(now.store, p)[0] for p in range(3)]
+        return [head.tallies.get("south", Tally()) for head in heads]
+
+    wait_for(lambda: all(tally.merges > 0 for tally in tallies()), 60.0)
+    assert not any("unknown" in tally.refused for tally in tallies())
     assert {i.name: i.state for i in status(now).islands}["south"] == "left"
     require_sound(now)
 

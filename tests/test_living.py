@@ -606,7 +606,7 @@ def test_a_store_that_is_gone_for_good_ends_a_life_in_one_message(
 def test_checkpoints_that_cannot_be_written_stop_no_training_and_no_farewell(
     tmp_path: Path, alive: Begin, merging: Start
 ) -> None:
-    run = solo(tmp_path, "total_tokens=40_000", "pipeline.store_patience_seconds=1")
+    run = solo(tmp_path, "total_tokens=120_000", "pipeline.store_patience_seconds=1")
     merging(run)
     weather = Weather(run.store)
     weather.down = ("payloads/checkpoints/",)
@@ -614,7 +614,7 @@ def test_checkpoints_that_cannot_be_written_stop_no_training_and_no_farewell(
     life = alive(replace(run, store=weather), told.append)
     begun = time.monotonic()
     stretch = life.train(60.0)
-    assert (stretch.outcome, stretch.trained) == ("left", 40_000)
+    assert (stretch.outcome, stretch.trained) == ("left", 120_000)
     assert time.monotonic() - begun > 1.5  # longer than pushes would be tried
     assert checkpoints(run) == []
     assert sum("no answer" in m.get("text", "") for m in told) == 1

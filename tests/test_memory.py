@@ -62,6 +62,11 @@ def test_freed_memory_is_used_again_without_the_kernel() -> None:
     assert faults_after(KEEP) < 100
 
 
+def test_where_memory_is_limited_a_quarter_of_it_is_kept() -> None:
+    assert faults_after(KEEP.replace("()", "(64)")) < 100
+    assert faults_after(KEEP.replace("()", "(16)")) > 1_500
+
+
 @pytest.mark.slow
 def test_a_learner_keeps_what_its_steps_free(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)

@@ -51,6 +51,28 @@ def test_a_corrupt_contribution_is_refused_and_verify_knows_who_did_it(tmp_path:
     assert found == {pending.name, strike}
 
 
+def test_bytes_of_what_was_merged_all_the_same_are_put_back_after_the_end_too(
+    tmp_path: Path,
+) -> None:
+    url = f"memory://late-{id(tmp_path)}"
+    driver = runs.start(runs.tiny_config(tmp_path, 'retention="all"', store=url))
+    pending = advance_until_pending(driver, "north")
+    under_way, _ = begin(driver.run, Fault("corrupt", island="north", after_seconds=0.0))
+    under_way.look()
+    damaged = driver.run.store.read(pending.name)
+    assert damaged is not None
+    driver.run.store.delete(pending.name)  # a merge that had read it before goes on from that
+    driver.run.store.create(pending.name, pending.data)
+    while records.find_head(driver.run.store, pending.fragment)[0].version == pending.version:
+        assert driver.advance()
+    driver.run.store.delete(pending.name)
+    driver.run.store.create(pending.name, damaged)
+    run = runs.finish(driver)
+    under_way.look()
+    assert under_way.is_over
+    assert run.store.read(pending.name) == pending.data
+
+
 def test_damage_to_what_later_work_has_passed_is_not_waited_for(driver: Driver) -> None:
     pending = advance_until_pending(driver, "north")
     key = names.parse_contribution(pending.contribution)

@@ -31,6 +31,7 @@ from islands.types import ConfigError, Position
 from tasks import building, history, records, stopping
 from tasks.adjusting import RESUMED, adjust, quarantine
 from tasks.inbox import Roster, View
+from tasks.joining import leave
 from tasks.living import Life
 from tasks.ringing import Bell
 from tasks.runs import Run, as_most_forgiving, open_run, refreshed
@@ -426,6 +427,21 @@ def test_a_quarantine_leaves_what_min_learners_asks_for(tmp_path: Path) -> None:
         quarantine(run, "mars", is_released=False)
     assert refreshed(run).config.quarantine == ("west",)
     quarantine(run, "west", is_released=True)
+    assert refreshed(run).config.quarantine == ()
+
+
+def test_a_quarantine_leaves_somebody_who_trains_on(tmp_path: Path) -> None:
+    run = created(tmp_path)
+    leave(run, "north")
+    quarantine(run, "west", is_released=False)
+    with pytest.raises(ConfigError, match="outside quarantine must train on, got west left, all"):
+        leave(run, "east")
+    with pytest.raises(ConfigError, match="got east, west left, all in it; `diloco quarantine r "):
+        adjust(run, ['quarantine=["east", "west"]'])
+    quarantine(run, "west", is_released=True)
+    leave(run, "east")
+    with pytest.raises(ConfigError, match="`diloco stop r` stops the run"):
+        quarantine(run, "west", is_released=False)
     assert refreshed(run).config.quarantine == ()
 
 

@@ -226,6 +226,21 @@ def test_what_is_held_is_not_woken_by_another_fault(run: Run, counter: Counter) 
     under_way.close()
 
 
+def test_a_process_stands_still_until_the_longer_of_two_plans_lets_it_go(
+    run: Run, counter: Counter
+) -> None:
+    register(run, counter.where)
+    longer, _ = begin(run, Fault("stop", island="east", after_seconds=0.0, seconds=600.0))
+    longer.look()
+    shorter, _ = begin(run, Fault("stop", island="east", after_seconds=0.0, seconds=0.5))
+    shorter.look()
+    wait_until(lambda: shorter.look() or shorter.is_done, 30)
+    time.sleep(1.5)
+    assert counter.stands_still()
+    longer.close()
+    assert counter.counts_on()
+
+
 def test_a_process_goes_on_when_who_stopped_it_is_killed(counter: Counter) -> None:
     asker = (
         "import json, sys, time\n"
