@@ -11,7 +11,7 @@ from pydantic import Field
 
 from islands.chaos import KINDS, TARGETS, Fault, Kind, Plan, Target, checked, random_plan
 from islands.types import ConfigError
-from tasks.chaos import require_strikable, unleash
+from tasks.chaos import require_strikable, strikable_islands, unleash
 from tasks.runs import open_run
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -43,7 +43,7 @@ def chaos(
         targets: Whom it may strike. `serve` can only be struck from outside, by `diloco chaos`.
     """
     opened = require_strikable(open_run(store, run))
-    islands, log = [island.name for island in opened.config.members], get_run_logger()
+    islands, log = strikable_islands(opened), get_run_logger()
     if faults:
         plan = checked(Plan(faults), islands, source="faults")
     else:

@@ -5,6 +5,7 @@ It strikes from its own process, below no service, so that it outlives whatever 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from cyclopts.validators import Number
 from flows import following, screen
 from flows.cli_options import RunName, StoreUrl, open_named
 from flows.following import DONE, FAILED, STOPPED
-from islands.chaos import KINDS, TARGETS, Kind, Plan, Target, plan_from_toml, random_plan
+from islands.chaos import KINDS, TARGETS, Fault, Kind, Plan, Target, plan_from_toml, random_plan
 from islands.types import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def chaos(
     store: StoreUrl = None,
 ) -> int:
     """Strike a run on this machine with faults, and record each; exit status 1 if some found nobody to strike."""
-    from tasks.chaos import require_strikable
+    from tasks.chaos import require_strikable, strikable_islands
 
     with following.stopping("ending the plan; whoever stands still goes on") as is_stopped:
         if (plan is None) == (seed is None):
@@ -77,7 +78,7 @@ def chaos(
                 "leave that out, or draw a plan with --seed N"
             )
         opened = require_strikable(open_named(run, store))
-        islands = [island.name for island in opened.config.members]
+        islands = strikable_islands(opened)
         if plan is not None:
             return _strike(
                 opened, plan_from_toml(_read(plan), islands, source=str(plan)), is_stopped
@@ -97,13 +98,18 @@ def _strike(run: Run, plan: Plan, is_stopped: following.Claim) -> int:
     from tasks.chaos import unleash
 
     num_faults = len(plan.faults)
+
+    def watch(num_struck: int, waiting: Sequence[Fault]) -> None:
+        following = f", {len(waiting)} to come, the first: {waiting[0]}" if waiting else ""
+        advance(num_struck, f"{num_struck} of {num_faults}{following}")
+
     with screen.progress("faults struck", num_faults) as advance:
         missed = unleash(
             run,
             plan,
             say=lambda told: screen.say(f"  {told}"),
             is_stopped=is_stopped,
-            watch=lambda num_struck: advance(num_struck, f"{num_struck} of {num_faults}"),
+            watch=watch,
         )
     for fault in missed:
         screen.complain(f"did not strike: {fault}")

@@ -300,4 +300,4 @@ def _follow_there(
             screen.show_json({"run_id": name, "flow_run": started.flow_run, "page": page})
         return DONE
     again = resume_line(config.store, name)
-    return following.follow_flow(started, config.total_tokens, again, json, is_stopped)
+    return following.follow_flow(started, again, json, is_stopped)

@@ -65,14 +65,22 @@ def join(
     """Let a new island, or a spare of the run, take part in what is left to train; `train` starts it."""
     from tasks import joining
 
-    return _show(run, joining.join(open_named(run, store), island, set_), json=json)
+    joined = joining.join(open_named(run, store), island, set_)
+    if not json:
+        screen.say(f"{island} joins: whoever trains run {run} starts it")
+    return _show(run, joined, json=json)
 
 
 def leave(run: RunName, island: Island, /, *, store: StoreUrl = None, json: Json = False) -> int:
     """Let an island leave with all it has trained; the others, or a spare, train the rest of its share."""
     from tasks import joining
 
-    return _show(run, joining.leave(open_named(run, store), island), json=json)
+    left = joining.leave(open_named(run, store), island)
+    if not json:
+        screen.say(
+            f"{island} leaves with what it has trained; the others train what it leaves undone"
+        )
+    return _show(run, left, json=json)
 
 
 def _show(run: str, adjusted: Adjusted, *, json: bool) -> int:

@@ -71,7 +71,7 @@ def _train(config: RunConfig, run_id: str, found: Services, is_stopped: Claim) -
     screen.say(f"  MLflow:  {found.mlflow_url}")
     faults = [Fault("kill", island=f.island, step=f.step) for f in config.local.faults]
     chaos: Chaos | None = None
-    with screen.progress("training", config.total_tokens) as advance:
+    with screen.progress("training", screen.FlowFollower.WHOLE) as advance:
         follower = screen.FlowFollower(advance)
 
         def look(seen: Status) -> None:

@@ -66,9 +66,7 @@ def follow(
     return DONE
 
 
-def follow_flow(
-    started: Started, total_tokens: int, again: str, json: bool, is_stopped: Claim
-) -> int:
+def follow_flow(started: Started, again: str, json: bool, is_stopped: Claim) -> int:
     """Follow a run that flows train, show how it goes and how it ended, and return the exit status."""
     from flows import pipeline
     from tasks import evaluating, reporting
@@ -77,7 +75,7 @@ def follow_flow(
     if json:
         state = pipeline.follow(started, lambda seen: None, is_stopped)
     else:
-        with screen.progress("training", total_tokens) as advance:
+        with screen.progress("training", screen.FlowFollower.WHOLE) as advance:
             state = pipeline.follow(started, screen.FlowFollower(advance), is_stopped)
     if state.kind != "COMPLETED":
         complaint = state.message or f"its flow run ended as {state.kind}"

@@ -17,7 +17,7 @@ from islands.types import IslandsError, ServiceUnavailable
 from tasks import reporting, reviving, supervising, trainers
 from tasks.health import Doctor
 from tasks.reporting import Status
-from tasks.runs import Run, open_run
+from tasks.runs import Run, open_run, refreshed
 
 _LOOK_SECONDS = 2.0
 # A flow that has been asked to stop ends within 30 s.
@@ -60,7 +60,7 @@ def follow(started: Started, look: Look, is_stopped: Callable[[], bool]) -> RunS
     stop_by: float | None = None
     run, seen, doctor, heir = None, None, None, _Heir(started)
     while True:
-        run = run or _find(started)
+        run = _find(started) if run is None else _newest(run)
         if run is not None:
             doctor = doctor or Doctor(run)
             seen = _look(run, seen, doctor)
@@ -123,6 +123,14 @@ def _find(started: Started) -> Run | None:
         return open_run(started.store_url, started.run_id)
     except IslandsError:
         return None  # not there yet, or the store does not answer for a moment
+
+
+def _newest(run: Run) -> Run:
+    """Return the run under the settings it has now: somebody may have joined."""
+    try:
+        return refreshed(run)
+    except IslandsError:
+        return run  # the store does not answer for a moment
 
 
 def _look(run: Run, before: Status | None, doctor: Doctor) -> Status | None:

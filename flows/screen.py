@@ -96,8 +96,10 @@ class FlowFollower:
     """Follows a run that flows train, through its status: progress, merges, who comes back.
 
     Args:
-        advance: told of progress.
+        advance: told of progress, in parts of `WHOLE`: how much a run trains may change.
     """
+
+    WHOLE = 1_000_000
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
@@ -119,7 +121,10 @@ class FlowFollower:
                 self._warned.add(finding.key)
         num_merges = sum(fragment.version for fragment in status.fragments)
         note = f"{num_merges} merges, merged share {status.merged_share:.2f}"
-        self._advance(min(status.trained, status.total_tokens), note)
+        if not status.trained:
+            note = "the islands start, each with its cluster: some 20 s"
+        done = min(1.0, status.trained / status.total_tokens)
+        self._advance(round(self.WHOLE * done), note)
 
 
 @contextlib.contextmanager
@@ -187,18 +192,21 @@ def show_services(found: Services, store: str) -> None:
     say(
         "start runs from Prefect's page (Deployments, train), or with `diloco train`; Ctrl-C stops everything"
     )
+    say(
+        f"for commands of `prefect` in another terminal: export PREFECT_API_URL={found.prefect_api_url}"
+    )
 
 
 def show_status(status: Status) -> None:
     """Print a run at a glance."""
-    state = "finished" if status.is_finished else "unfinished"
     say(
-        f"run {status.run_id}: {state}, {status.trained:,} of {status.total_tokens:,} tokens trained, "
+        f"run {status.run_id}: {status.state}, {status.trained:,} of {status.total_tokens:,} tokens trained, "
         f"merged share {status.merged_share:.3f}{f', from {status.origin}' if status.origin else ''}"
     )
-    say(
-        f"islands: {status.live} live, {status.contributing} contributing, {status.quorum} needed for a merge"
-    )
+    if not status.is_finished:
+        say(
+            f"islands: {status.live} live, {status.contributing} contributing, {status.quorum} needed for a merge"
+        )
     OUT.print()
     numbers = (
         "life",
@@ -246,10 +254,10 @@ def show_status(status: Status) -> None:
         ],
     )
     _show_traffic(status)
-    if status.findings:
+    if status.findings and not status.is_finished:  # no setting would mend what is over
         OUT.print()
-    for finding in status.findings:
-        say(f"warning: {finding.text}")
+        for finding in status.findings:
+            say(f"warning: {finding.text}")
 
 
 def _show_traffic(status: Status) -> None:
@@ -317,7 +325,7 @@ def show_runs(found: Sequence[Status | str], url: str) -> None:
     rows = [
         (
             one.run_id,
-            "finished" if one.is_finished else "unfinished",
+            one.state,
             str(len(one.islands)),
             f"{one.trained:,}",
             f"{one.total_tokens:,}",

@@ -41,6 +41,7 @@ class Chaos:
         say: told of each strike, and of trouble.
         num_struck: faults that have struck.
         is_over: the run is at its end: what waits will never strike.
+        missed: faults that will never strike, for their island has left.
     """
 
     run: Run
@@ -48,6 +49,7 @@ class Chaos:
     say: Say
     num_struck: int = 0
     is_over: bool = False
+    missed: list[Fault] = field(default_factory=list)
     _merged_tokens: int = 0
     _trouble: str = ""
     _begun_at: float = field(default_factory=time.monotonic)
@@ -68,9 +70,11 @@ class Chaos:
         try:
             self.run = refreshed(self.run)  # somebody may have joined
             self._settle()
-            self.is_over = self.is_over or _is_over(self.run)
+            gone = records.departed(self.run.store)
+            self.is_over = self.is_over or _is_over(self.run, gone)
             if self.is_over:
                 return
+            self._give_up(gone)
             self._write()
             due = self._due()
             self._merged_tokens = _merged_tokens(self.run) if due else self._merged_tokens
@@ -91,6 +95,13 @@ class Chaos:
             self._holds.pop()[0].release()
         with contextlib.suppress(StoreUnavailable, DamagedObject):
             self._settle()
+
+    def _give_up(self, gone: frozenset[str]) -> None:
+        """Wait no longer for whom no fault will ever meet again."""
+        for fault in [one for one in self.waiting if one.island in gone]:
+            self.waiting.remove(fault)
+            self.missed.append(fault)
+            self.say(f"{fault}: {fault.island} has left")
 
     def _settle(self) -> None:
         self._spoils = [spoil for spoil in self._spoils if not spoil.is_settled(self.run)]
@@ -198,7 +209,7 @@ def unleash(
     *,
     say: Say,
     is_stopped: Callable[[], bool] = lambda: False,
-    watch: Callable[[int], None] = lambda num_struck: None,
+    watch: Callable[[int, list[Fault]], None] = lambda num_struck, waiting: None,
 ) -> list[Fault]:
     """Carry out a plan until all of it has struck and is over, or the run is; return what has not struck.
 
@@ -207,17 +218,17 @@ def unleash(
         plan: a checked plan.
         say: told of each strike.
         is_stopped: says that it should end now.
-        watch: told how many have struck.
+        watch: told how many have struck, and what waits.
     """
     under_way = Chaos(run, list(plan.faults), say)
     try:
         while not (under_way.is_done or is_stopped()):
             under_way.look()
-            watch(under_way.num_struck)
+            watch(under_way.num_struck, under_way.waiting)
             time.sleep(_LOOK_SECONDS)
     finally:
         under_way.close()
-    return under_way.waiting
+    return [*under_way.missed, *under_way.waiting]
 
 
 def _record(run: Run, strike: Strike) -> None:
@@ -230,10 +241,16 @@ def _record(run: Run, strike: Strike) -> None:
         return
 
 
-def _is_over(run: Run) -> bool:
+def _is_over(run: Run, gone: frozenset[str]) -> bool:
     """Say whether the end has come or is about to, and may be listing what there is."""
     islands = {island.name for island in run.config.members}
-    return run.store.read(names.FINISHED) is not None or islands <= records.departed(run.store)
+    return run.store.read(names.FINISHED) is not None or islands <= gone
+
+
+def strikable_islands(run: Run) -> list[str]:
+    """Return the islands that have not left."""
+    gone = records.departed(run.store)
+    return [island.name for island in run.config.members if island.name not in gone]
 
 
 def _merged_tokens(run: Run) -> int:

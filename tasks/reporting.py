@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from islands import metrics, names
 from islands.contributions import Tally
@@ -13,13 +13,14 @@ from islands.ledger import LearnerRecord
 from islands.traffic import per_merged_token
 from islands.types import IslandsError
 from islands.versions import Commit
-from tasks import records
+from tasks import records, stopping
 from tasks.health import Doctor
 from tasks.history import last_link, last_seen
 from tasks.runs import Run
 
 # Something is written at least once a checkpoint, or a period of the local driver: several without it are a bad sign.
 _ALIVE_SECONDS, _ALIVE_INTERVALS = 60.0, 3
+AT_WORK = ("training", "quarantined")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class IslandStatus:
 
     `tokens` trained; `share` of all trained tokens; `merged_share` of its own tokens, mean over fragments; `staleness`:
     most versions its bases lie behind the heads; `state`: "waiting", "training", "quarantined" (it trains,
-    and does not count), "spare" (it waits for another to leave) or "left". `tokens_per_second`: while
+    and does not count), "silent" (it should train, and has written nothing of late), "stopped" (it was asked to stop),
+    "spare" (it waits for another to leave) or "left". `tokens_per_second`: while
     it trains, as last merged, 0 while unknown. `replaced_copies`, `replaced_tokens`: copies dropped unsent for newer
     ones, and their tokens, over all fragments. `bytes_up`, `bytes_down`: payload bytes it has pushed and fetched, over
     all its incarnations. `last_seen`: stamp on the newest thing it wrote, by its own clock:
@@ -94,6 +96,14 @@ class Status:
     quorum: int = 1
     findings: tuple[Finding, ...] = ()
 
+    @property
+    def state(self) -> str:
+        """ "finished", "stopped" (all that could train were asked to stop) or "unfinished"."""
+        states = {island.state for island in self.islands} - {"left", "spare"}
+        if self.is_finished:
+            return "finished"
+        return "stopped" if states == {"stopped"} else "unfinished"
+
 
 def status(run: Run, before: Status | None = None, doctor: Doctor | None = None) -> Status:
     """Return the state of a run as its store shows it now; heads are looked for from where they stood `before`.
@@ -119,11 +129,15 @@ def status(run: Run, before: Status | None = None, doctor: Doctor | None = None)
     trained = {name: 0 if link is None else link.trained for name, link in lasts.items()}
     total = sum(trained.values())
     merged = sum(head.merged_tokens for head in heads)
-    gone = records.departed(run.store)
+    gone, stopped = records.departed(run.store), _asked_to_stop(run)
     is_finished = run.store.read(names.FINISHED) is not None
     links = [link for link in lasts.values() if link is not None]
-    islands = tuple(
-        _island(run, name, link, heads, total, name in gone) for name, link in lasts.items()
+    islands = _heard(
+        run,
+        [
+            _island(run, name, link, heads, total, _state(run, name, gone, stopped, link))
+            for name, link in lasts.items()
+        ],
     )
     fragments = tuple(_fragment(run, head, gone, is_finished) for head in heads)
     return Status(
@@ -141,15 +155,22 @@ def status(run: Run, before: Status | None = None, doctor: Doctor | None = None)
         bytes_per_merged_token_down=per_merged_token(
             sum(link.bytes_down for link in links), merged / len(heads)
         ),
-        live=_num_live(run, islands),
+        live=sum(island.state in AT_WORK for island in islands),
         contributing=len({entry.learner for head in heads for entry in head.consumed}),
         quorum=fragments[0].quorum,
         findings=(doctor or Doctor(run)).look(run, heads),
     )
 
 
-def _num_live(run: Run, islands: Sequence[IslandStatus]) -> int:
-    """Return how many islands train and have written something of late: by our clock, or that of the local driver."""
+def _asked_to_stop(run: Run) -> frozenset[str]:
+    if not records.numbers_in(run.store, stopping.FOLDER):
+        return frozenset()
+    members = (island.name for island in run.config.members)
+    return frozenset(name for name in members if stopping.is_asked(run, name))
+
+
+def _heard(run: Run, islands: Sequence[IslandStatus]) -> tuple[IslandStatus, ...]:
+    """Return the islands, silent those that have written nothing of late: by our clock, or the local driver's."""
     newest = max(island.last_seen for island in islands)
     if newest < metrics.FIRST_STAMP:
         slowest = min(island.speed for island in run.config.islands)
@@ -158,14 +179,16 @@ def _num_live(run: Run, islands: Sequence[IslandStatus]) -> int:
         interval = run.config.pipeline.checkpoint_seconds
         now = max(newest, time.time())
         patience = max(_ALIVE_SECONDS, _ALIVE_INTERVALS * interval)
-    return sum(
-        island.state in ("training", "quarantined") and now - island.last_seen <= patience
+    return tuple(
+        replace(island, state="silent")
+        if island.state in AT_WORK and now - island.last_seen > patience
+        else island
         for island in islands
     )
 
 
 def _island(
-    run: Run, name: str, link: LearnerRecord | None, heads: list[Commit], total: int, has_left: bool
+    run: Run, name: str, link: LearnerRecord | None, heads: list[Commit], total: int, state: str
 ) -> IslandStatus:
     tallies = [head.tallies.get(name, Tally()) for head in heads]
     refused: dict[str, int] = {}
@@ -181,7 +204,7 @@ def _island(
     return IslandStatus(
         name=name,
         region=run.island(name).region,
-        state=_state(run, name, has_left, link is not None),
+        state=state,
         incarnation=-1 if link is None else link.position.incarnation,
         step=0 if link is None else link.position.step,
         tokens=trained,
@@ -200,14 +223,22 @@ def _island(
     )
 
 
-def _state(run: Run, name: str, has_left: bool, has_begun: bool) -> str:
-    if has_left:
+def _state(
+    run: Run,
+    name: str,
+    gone: frozenset[str],
+    stopped: frozenset[str],
+    link: LearnerRecord | None,
+) -> str:
+    if name in gone:
         return "left"
     if run.island(name).spare:
         return "spare"
+    if name in stopped:
+        return "stopped"
     if name in run.config.quarantine:
         return "quarantined"
-    return "training" if has_begun else "waiting"
+    return "waiting" if link is None else "training"
 
 
 def _pace(run: Run, name: str, tallies: list[Tally]) -> float:

@@ -263,7 +263,7 @@ def require_unfinished(run: Run) -> Run:
     """
     if run.store.read(names.FINISHED) is not None:
         raise ConfigError(
-            f"a run to go on with must not have ended, got {run.run_id!r}, which has; "
+            f"this needs a run that has not ended, got {run.run_id!r}, which has; "
             f"`diloco train --from {run.run_id}` trains further"
         )
     return run

@@ -159,7 +159,7 @@ def test_a_run_is_trained_looked_at_scored_exported_sampled_and_verified(desk: D
     before = desk.objects()
     refused = desk.on("resume")
     assert (refused.status, refused.out) == (2, "")
-    assert "must not have ended, got 'first'" in refused.err
+    assert "needs a run that has not ended, got 'first'" in refused.err
     assert desk.objects() == before
 
 
@@ -225,7 +225,9 @@ def test_an_island_joins_and_another_leaves_and_both_are_shown(desk: Desk) -> No
     said = desk.on("join", "south", "--set", "region=ap-south", "batch_size=4")
     assert (said.status, said.err) == (0, "")
     shown = '{"name": "south", "region": "ap-south", "batch_size": 4}'
-    assert said.out == f"islands.south null → {shown}, at once\n"
+    assert said.out == (
+        f"south joins: whoever trains run first starts it\nislands.south null → {shown}, at once\n"
+    )
     left = json.loads(desk.on("leave", "west", "--json").out)["changes"]
     assert left == [{"key": "islands.west.tokens", "before": None, "after": 0, "acts": "at once"}]
     config = open_run(desk.url, "first").config
@@ -243,7 +245,10 @@ def test_what_has_finished_is_not_adjusted(desk: Desk) -> None:
     before = desk.objects()
     said = desk.on("adjust", "--set", "sync.alpha=0.5")
     assert said.status == 2
-    assert "must not have ended, got 'first', which has; `diloco train --from first`" in said.err
+    assert (
+        "needs a run that has not ended, got 'first', which has; `diloco train --from first`"
+        in said.err
+    )
     assert desk.objects() == before
 
 
@@ -758,7 +763,7 @@ def test_what_is_over_or_trained_by_the_local_driver_is_not_stopped(desk: Desk) 
     before = desk.objects()
     said = desk.on("stop")
     assert said.status == 2
-    assert "must not have ended" in said.err
+    assert "needs a run that has not ended" in said.err
     assert desk.objects() == before
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from flows import screen
 from islands import names
 from islands.metrics import moved_bytes
-from tasks import history, records
+from tasks import history, records, stopping
 from tasks.reporting import status
 from tasks.runs import Run
 from tests import runs
@@ -32,6 +34,40 @@ def test_an_island_that_has_not_begun_is_not_seen_and_damage_is_passed_over(tmp_
     assert history.last_seen(run, "east") == 7.0
     run.store.create(names.left("east"), b"no record")
     assert history.last_seen(run, "east") == 7.0
+
+
+def test_who_was_asked_to_stop_is_at_work_no_more(tmp_path: Path) -> None:
+    driver = runs.start(runs.tiny_config(tmp_path))
+    while min(island.tokens for island in status(driver.run).islands) == 0:
+        assert driver.advance()
+    run = driver.run
+
+    def seen() -> tuple[str, int, list[str]]:
+        found = status(run)
+        return found.state, found.live, [island.state for island in found.islands]
+
+    assert seen() == ("unfinished", 3, ["training"] * 3)
+    stopping.ask(run, is_stop=True, reason="test", mark="1", island="west")
+    assert seen() == ("unfinished", 2, ["training", "training", "stopped"])
+    stopping.ask(run, is_stop=True, reason="test", mark="2")
+    assert seen() == ("stopped", 0, ["stopped"] * 3)
+    stopping.let_go_on(run, records.new_attempt)
+    assert seen() == ("unfinished", 3, ["training"] * 3)
+    assert status(runs.finish(driver)).state == "finished"
+
+
+def test_a_followed_run_that_grows_is_shown_as_the_share_it_has_trained_then(
+    tmp_path: Path,
+) -> None:
+    run = runs.start(runs.tiny_config(tmp_path)).run
+    told: list[tuple[int, str]] = []
+    follower = screen.FlowFollower(lambda done, note: told.append((done, note)))
+    follower(status(run))
+    follower(replace(status(run), trained=3_000, total_tokens=4_000))
+    follower(replace(status(run), trained=3_000, total_tokens=12_000))
+    assert [done for done, _ in told] == [0, 750_000, 250_000]
+    assert told[0][1].startswith("the islands start")
+    assert told[1][1] == "0 merges, merged share 0.00"
 
 
 def test_heads_are_found_from_where_they_stood(tmp_path: Path) -> None:

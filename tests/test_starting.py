@@ -171,7 +171,7 @@ def test_going_on_with_a_run_that_is_not_there_is_refused_and_nothing_is_created
 def test_a_finished_run_does_not_go_on(tmp_path: Path) -> None:
     run = runs.train(runs.tiny_config(tmp_path, "total_tokens=300"))
     before = runs.objects(run)
-    with pytest.raises(ConfigError, match="must not have ended, got 'r'"):
+    with pytest.raises(ConfigError, match="needs a run that has not ended, got 'r'"):
         open_or_create(run.config, "r", resume=True)
     assert runs.objects(run) == before
 

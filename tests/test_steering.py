@@ -184,7 +184,7 @@ def test_a_finished_run_is_changed_no_more(tmp_path: Path) -> None:
         lambda: adjust(run, ["sync.alpha=0.5"]),
         lambda: quarantine(run, "west", is_released=False),
     ):
-        with pytest.raises(ConfigError, match="must not have ended"):
+        with pytest.raises(ConfigError, match="needs a run that has not ended"):
             act()
     require_sound(run)
 

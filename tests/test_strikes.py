@@ -21,7 +21,7 @@ from islands import chaos, names
 from islands.chaos import Fault, Plan
 from islands.types import ConfigError, StoreUnavailable
 from tasks import history, joining, records, targets
-from tasks.chaos import Chaos, require_strikable, unleash
+from tasks.chaos import Chaos, require_strikable, strikable_islands, unleash
 from tasks.enduring import Endured
 from tasks.local import Driver
 from tasks.records import new_attempt
@@ -156,6 +156,19 @@ def test_what_never_struck_is_told_after_the_end_and_nothing_is_written_then(
     assert unleash(run, Plan((fault,)), say=print) == [fault]
     assert run.store.list_names("") == before
     assert verify(run.store_url, run.run_id).problems == []
+
+
+def test_who_has_left_is_not_waited_for(run: Run, counter: Counter) -> None:
+    register(run, counter.where)
+    history.write_off(run, "west", stamp=time.time)
+    assert strikable_islands(run) == ["east", "north"]
+    never = Fault("kill", island="west", after_seconds=600.0)
+    later = Fault("kill", island="east", after_seconds=600.0)
+    under_way, told = begin(run, never, later)
+    under_way.look()
+    assert told == ["kill west's learner, after 600 s: west has left"]
+    assert (under_way.missed, under_way.waiting) == ([never], [later])
+    assert unleash(run, Plan((never,)), say=print) == [never]
 
 
 def test_a_plan_goes_on_while_an_island_trains_that_has_joined_since(run: Run) -> None:
