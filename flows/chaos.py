@@ -43,12 +43,13 @@ def chaos(
         targets: Whom it may strike. `serve` can only be struck from outside, by `diloco chaos`.
     """
     opened = require_strikable(open_run(store, run))
-    islands, log = strikable_islands(opened), get_run_logger()
+    log = get_run_logger()
     if faults:
-        plan = checked(Plan(faults), islands, source="faults")
+        members = [island.name for island in opened.config.members]
+        plan = checked(Plan(faults), members, source="faults")
     else:
         plan = random_plan(
-            islands,
+            strikable_islands(opened),
             seed=seed,
             seconds=seconds,
             every_seconds=every_seconds,

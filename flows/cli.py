@@ -61,6 +61,7 @@ app = App(
 @app.command
 def runs(*, store: StoreUrl = None, json: Json = False) -> int:
     """List the runs of a store."""
+    from tasks.reporting import as_plain
     from tasks.runs import list_runs
 
     url = store_url(store)
@@ -68,7 +69,7 @@ def runs(*, store: StoreUrl = None, json: Json = False) -> int:
     if json:
         screen.show_json(
             [
-                {"run_id": run_id, "problem": one} if isinstance(one, str) else asdict(one)
+                {"run_id": run_id, "problem": one} if isinstance(one, str) else as_plain(one)
                 for run_id, one in found.items()
             ]
         )
@@ -93,6 +94,7 @@ def status(
 ) -> int:
     """Show a run's islands and fragments."""
     from tasks.health import Doctor
+    from tasks.reporting import as_plain
     from tasks.reporting import status as status_of
     from tasks.runs import refreshed
 
@@ -105,7 +107,7 @@ def status(
         return status_of(refreshed(opened), doctor=doctor)
 
     if json:
-        screen.show_json(asdict(look()))
+        screen.show_json(as_plain(look()))
     elif watch:
         screen.watch_status(look)
     else:

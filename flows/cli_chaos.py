@@ -78,13 +78,12 @@ def chaos(
                 "leave that out, or draw a plan with --seed N"
             )
         opened = require_strikable(open_named(run, store))
-        islands = strikable_islands(opened)
         if plan is not None:
-            return _strike(
-                opened, plan_from_toml(_read(plan), islands, source=str(plan)), is_stopped
-            )
+            members = [island.name for island in opened.config.members]
+            written = plan_from_toml(_read(plan), members, source=str(plan))
+            return _strike(opened, written, is_stopped)
         drawn_plan = random_plan(
-            islands,
+            strikable_islands(opened),
             seed=seed or 0,
             seconds=DEFAULT_SECONDS if seconds is None else seconds,
             every_seconds=DEFAULT_EVERY_SECONDS if every is None else every,
@@ -100,8 +99,8 @@ def _strike(run: Run, plan: Plan, is_stopped: following.Claim) -> int:
     num_faults = len(plan.faults)
 
     def watch(num_struck: int, waiting: Sequence[Fault]) -> None:
-        following = f", {len(waiting)} to come, the first: {waiting[0]}" if waiting else ""
-        advance(num_struck, f"{num_struck} of {num_faults}{following}")
+        first = f", waits for: {waiting[0]}" if waiting else ""
+        advance(num_struck, f"{num_struck} of {num_faults}{first}")
 
     with screen.progress("faults struck", num_faults) as advance:
         missed = unleash(

@@ -78,7 +78,7 @@ def leave(run: RunName, island: Island, /, *, store: StoreUrl = None, json: Json
     left = joining.leave(open_named(run, store), island)
     if not json:
         screen.say(
-            f"{island} leaves with what it has trained; the others train what it leaves undone"
+            f"{island} leaves with what it has trained; the others, or a spare, train the rest of its share"
         )
     return _show(run, left, json=json)
 

@@ -84,7 +84,9 @@ def _train(config: RunConfig, run_id: str, found: Services, is_stopped: Claim) -
     if state.kind != "COMPLETED":
         screen.complain(state.message or f"the run ended as {state.kind}")
         return STOPPED if is_stopped() else FAILED
-    return _summary(open_run(config.store, run_id), chaos is not None and not chaos.waiting)
+    return _summary(
+        open_run(config.store, run_id), chaos is not None and chaos.num_struck == len(faults)
+    )
 
 
 def _say_inset(line: str) -> None:

@@ -34,7 +34,7 @@ def follow(
         again: the command that continues the run.
         json: print one JSON document at the end, and nothing else on standard output.
     """
-    from tasks.reporting import status
+    from tasks.reporting import as_plain, status
 
     try:
         if json:
@@ -48,7 +48,7 @@ def follow(
     seen, score = status(outcome.run), outcome.score
     if json:
         plain = None if score is None else asdict(score)
-        screen.show_json({"status": asdict(seen), "score": plain})
+        screen.show_json({"status": as_plain(seen), "score": plain})
     elif outcome.is_finished:
         screen.show_status(seen)
         if score is not None:
@@ -85,7 +85,7 @@ def follow_flow(started: Started, again: str, json: bool, is_stopped: Claim) -> 
     run = open_run(started.store_url, started.run_id)
     seen, score = reporting.status(run), evaluating.evaluate(run)
     if json:
-        screen.show_json({"status": asdict(seen), "score": asdict(score)})
+        screen.show_json({"status": reporting.as_plain(seen), "score": asdict(score)})
     else:
         screen.show_status(seen)
         screen.OUT.print()

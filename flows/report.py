@@ -82,6 +82,8 @@ def _state(seen: Status) -> str:
     origin = f" from {escape(seen.origin)}" if seen.origin else ""
     if seen.is_finished:
         return f'<span class="pill good">finished</span>{origin}'
+    if seen.state == "stopped":
+        return f'<span class="pill warn">stopped</span>{origin}'
     return f'<span class="pill warn">unfinished: a snapshot, perhaps in motion</span>{origin}'
 
 

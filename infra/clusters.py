@@ -122,11 +122,10 @@ class Call(Generic[Result]):
     def is_done(self, seconds: float) -> bool:
         """Wait about so long, and say whether it has ended, well or not."""
         ends = time.monotonic() + seconds
-        if self._bound_until is not None:
-            if self._is_over(min(ends, self._bound_until)):
+        while self._bound_until is not None and self._bound_until < ends:
+            if self._is_over(self._bound_until):
                 return True
-            if time.monotonic() >= self._bound_until:
-                self._unbind()
+            self._unbind()
         return self._is_over(ends)
 
     def _is_over(self, ends: float) -> bool:
@@ -139,29 +138,27 @@ class Call(Generic[Result]):
 
         One that is submitted while no worker takes calls Dask keeps for its first address alone, whoever comes later.
         """
-        state, _ = self._seen()
+        state = self._state()
         is_unknown = state in ("", "released", "waiting")
         self._bound_until = time.monotonic() + _BOUND_SECONDS if is_unknown else None
         if state == "no-worker":
             self._future.cancel()
             self._future = self._submit(())
 
-    def _seen(self) -> tuple[str, tuple[str, ...]]:
-        """Return what its scheduler calls its state, and the workers that hold its result; "" if it did not say."""
+    def _state(self) -> str:
+        """Return what its scheduler calls its state; "" if it did not say."""
         key = self._future.key
 
         # A function in a function: a scheduler at an address need not have this project installed.
-        def look(dask_scheduler: Any) -> tuple[str, tuple[str, ...]]:
-            if (task := dask_scheduler.tasks.get(key)) is None:
-                return "", ()
-            return task.state, tuple(worker.address for worker in task.who_has or ())
+        def look(dask_scheduler: Any) -> str:
+            task = dask_scheduler.tasks.get(key)
+            return "" if task is None else str(task.state)
 
-        # ValueError: it takes no functions.
-        with contextlib.suppress(OSError, TimeoutError, ValueError):
+        # One that takes no functions, or has another Python, may raise anything; it said nothing all the same.
+        with contextlib.suppress(Exception):
             ask = self._client._run_on_scheduler
-            state, holders = self._client.sync(ask, look, callback_timeout=_ANSWER_SECONDS)
-            return str(state), tuple(holders)
-        return "", ()
+            return str(self._client.sync(ask, look, callback_timeout=_ANSWER_SECONDS))
+        return ""
 
     def result(self) -> Result:
         """Return what the function returned, once; what it raised is raised here, with its traceback.
@@ -178,7 +175,9 @@ class Call(Generic[Result]):
                 raise  # the function's own
             reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
             raise LearnerLost(f"the scheduler lost the call ({reason})") from exc
-        _, self.place = self._seen()
+        # It is only about where the next call goes.
+        with contextlib.suppress(OSError, TimeoutError):
+            self.place = tuple(self._client.who_has([self._future]).get(self._future.key, ()))
         # Of a result that somebody still holds Dask would repeat the whole call, should the worker that has it die.
         self._future.release()
         return result

@@ -191,7 +191,9 @@ def random_plan(
         if kind in kinds
     }
     possible = [kind for kind, its in fitting.items() if its]
-    if not possible or not islands:
+    if not islands:
+        raise ConfigError("a random plan must have an island to strike, got none: all have left")
+    if not possible:
         raise ConfigError(
             f"a kind of fault must be able to strike a target, got {', '.join(kinds) or 'no kind'} for "
             f"{', '.join(targets) or 'no target'}; cut, fill and corrupt strike a learner, blackhole prefect or mlflow"

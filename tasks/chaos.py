@@ -2,8 +2,8 @@
 
 Knows when a fault is due, whom it meets and what to write down; must not know how a process is found or held. A fault
 whose target is not there waits for it. Once all islands have left, or the run has finished, nothing is struck and
-nothing is written. However this process ends, nobody stays stopped (`infra/holding.py`); what has not struck by then
-never does.
+nothing is written but the bytes of what was merged though it is damaged. However this process ends, nobody stays
+stopped (`infra/holding.py`); what has not struck by then never does.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Chaos:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to strike, to write or to let go."""
+        """Whether nothing is left to strike, to write, to put back or to let go."""
         if self.is_over:
-            return True
+            return not self._spoils
         return not (self.waiting or self._holds or self._spoils or self._unwritten)
 
     def look(self) -> None:
@@ -93,12 +93,15 @@ class Chaos:
         """Let everybody go on, and put back what was merged though it is damaged."""
         while self._holds:
             self._holds.pop()[0].release()
-        with contextlib.suppress(StoreUnavailable, DamagedObject):
+        try:
             self._settle()
+        except (StoreUnavailable, DamagedObject) as exc:
+            self.say(f"{exc}; {', '.join(spoil.name for spoil in self._spoils)} may stay damaged")
 
     def _give_up(self, gone: frozenset[str]) -> None:
         """Wait no longer for whom no fault will ever meet again."""
-        for fault in [one for one in self.waiting if one.island in gone]:
+        lost = [one for one in self.waiting if one.target in chaos.OF_AN_ISLAND]
+        for fault in [one for one in lost if one.island in gone and one.kind != "corrupt"]:
             self.waiting.remove(fault)
             self.missed.append(fault)
             self.say(f"{fault}: {fault.island} has left")

@@ -129,6 +129,7 @@ class Job:
     def _form(self) -> None:
         """Order everybody into the next group."""
         self.generation += 1
+        self.lost_since = None
         for number, (island, rank) in enumerate(self.ranks.items()):
             place = Place(self.generation, number, len(self.ranks), island)
             assert rank.stdin is not None, "it is started with a pipe"
@@ -139,7 +140,6 @@ class Job:
     def _is_lost(self) -> bool:
         """Say whether its ranks have said for a while that the group has broken."""
         if not lost_mark(self.folder, self.generation).exists():
-            self.lost_since = None
             return False
         self.lost_since = self.lost_since or time.monotonic()
         return time.monotonic() - self.lost_since >= _LOST_SECONDS

@@ -10,7 +10,7 @@ Where the islands' links have a cap, a step takes as long as the ring needs on t
 granted to overlap with all of the forward and backward pass. What a newcomer fetches of the state passes its link too.
 
 Whoever drops a group closes its connections, so its neighbours' all-reduce fails at once, and so on around the ring:
-nobody waits for a time-out.
+nobody waits for a time-out, unless one of them stands still.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.step_log import StepLog
 from tasks.stepping import schedule_of
 
 _HOST = "127.0.0.1"
-# For a rank that dies while the group forms; the next order finds the others again after that.
+# For a rank that dies while the group forms, or stands still; the next order finds the others again after that.
 _PATIENCE = timedelta(seconds=10)
 _LOOK_SECONDS = 0.01
 

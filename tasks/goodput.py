@@ -156,7 +156,7 @@ def report(plan: Plan, ours: Sequence[Pipeline], traces: Mapping[str, Trace]) ->
         figures |= {key: _median(waits), f"{key}_max": max(waits, default=None)}
     figures |= {
         "bandwidth_mbit": plan.bandwidth_mbit,
-        "period_s": plan.period_steps * arms[DECOUPLED]["step_s"],
+        "period_s": plan.period_steps * step_s if (step_s := arms[DECOUPLED]["step_s"]) else None,
         "seeds": len(ours),
         "deaths": sum(len(one.trace.kills) for one in ours),
         "lost": sum(one.lost for one in ours),
@@ -204,7 +204,7 @@ def _arm_figures(trace: Trace, plan: Plan) -> dict[str, Any]:
 
 
 def _targets(figures: Mapping[str, Any]) -> tuple[Target, ...]:
-    after_a_period = _number(figures["merged_again_s_max"]) - figures["period_s"]
+    after_a_period = _number(figures["merged_again_s_max"]) - _number(figures["period_s"])
     ratios = {f"goodput_over_{arm}": 1.4 if job.is_elastic else 3.0 for arm, job in JOBS.items()}
     return (
         Target("goodput", figures["goodput"], ">=", 0.88),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from islands import metrics, names
 from islands.contributions import Tally
@@ -160,6 +161,11 @@ def status(run: Run, before: Status | None = None, doctor: Doctor | None = None)
         quorum=fragments[0].quorum,
         findings=(doctor or Doctor(run)).look(run, heads),
     )
+
+
+def as_plain(seen: Status) -> dict[str, Any]:
+    """Return a run's status as plain JSON values."""
+    return asdict(seen) | {"state": seen.state}
 
 
 def _asked_to_stop(run: Run) -> frozenset[str]:

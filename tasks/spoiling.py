@@ -48,6 +48,7 @@ class Spoil:
             StoreUnavailable: the store did not answer; ask again.
         """
         key = names.parse_contribution(self.contribution)
+        is_over = run.store.read(names.FINISHED) is not None  # first: no version comes after that
         while (
             found := records.read_commit(run.store, self.fragment, self.version + 1)
         ) is not None:
@@ -59,7 +60,6 @@ class Spoil:
             if key is not None and not _may_count(key, found[0]):
                 return True  # later work of the learner was merged
             self.version += 1
-        is_over = run.store.read(names.FINISHED) is not None
         return is_over or run.store.read(self.contribution) is None
 
     def _mend(self, run: Run) -> None:

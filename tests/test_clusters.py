@@ -258,6 +258,7 @@ def test_a_call_is_looked_at_again_where_its_scheduler_did_not_say(
     os.kill(process, signal.SIGKILL)
     wait_for(lambda: not own._client.run_on_scheduler(num_at_work), 30)
     call = _kept_for(own, before.place, process_of, None)
+    assert own._client.run_on_scheduler(num_at_work) == 0, "its successor came too soon to tell"
     monkeypatch.setattr("infra.clusters._ANSWER_SECONDS", 0.0)
     assert not call.is_done(3.0)
     monkeypatch.undo()

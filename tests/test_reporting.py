@@ -9,7 +9,7 @@ from flows import screen
 from islands import names
 from islands.metrics import moved_bytes
 from tasks import history, records, stopping
-from tasks.reporting import status
+from tasks.reporting import as_plain, status
 from tasks.runs import Run
 from tests import runs
 
@@ -44,6 +44,7 @@ def test_who_was_asked_to_stop_is_at_work_no_more(tmp_path: Path) -> None:
 
     def seen() -> tuple[str, int, list[str]]:
         found = status(run)
+        assert as_plain(found)["state"] == found.state
         return found.state, found.live, [island.state for island in found.islands]
 
     assert seen() == ("unfinished", 3, ["training"] * 3)

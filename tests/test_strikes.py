@@ -171,6 +171,20 @@ def test_who_has_left_is_not_waited_for(run: Run, counter: Counter) -> None:
     assert unleash(run, Plan((never,)), say=print) == [never]
 
 
+def test_an_island_that_has_left_may_still_say_when_somebody_else_is_struck(
+    run: Run, counter: Counter
+) -> None:
+    """What waits of its work can still be damaged, too."""
+    history.write_off(run, "west", stamp=time.time)
+    waiting = [
+        Fault("kill", target="synchronizer", island="west", step=50),
+        Fault("corrupt", island="west", after_seconds=600.0),
+    ]
+    under_way, told = begin(run, *waiting)
+    under_way.look()
+    assert (told, under_way.waiting) == ([], waiting)
+
+
 def test_a_plan_goes_on_while_an_island_trains_that_has_joined_since(run: Run) -> None:
     under_way, _ = begin(run, Fault("kill", island="east", after_seconds=600.0))
     joining.join(run, "south", [])
