@@ -99,7 +99,7 @@ class Status:
 
     @property
     def state(self) -> str:
-        """ "finished", "stopped" (all that could train were asked to stop) or "unfinished"."""
+        """One of "finished", "stopped" (all that could train were asked to stop) and "unfinished"."""
         states = {island.state for island in self.islands} - {"left", "spare"}
         if self.is_finished:
             return "finished"
@@ -130,7 +130,7 @@ def status(run: Run, before: Status | None = None, doctor: Doctor | None = None)
     trained = {name: 0 if link is None else link.trained for name, link in lasts.items()}
     total = sum(trained.values())
     merged = sum(head.merged_tokens for head in heads)
-    gone, stopped = records.departed(run.store), _asked_to_stop(run)
+    gone, stopped = records.departed(run.store), stopping.asked(run)
     is_finished = run.store.read(names.FINISHED) is not None
     links = [link for link in lasts.values() if link is not None]
     islands = _heard(
@@ -166,13 +166,6 @@ def status(run: Run, before: Status | None = None, doctor: Doctor | None = None)
 def as_plain(seen: Status) -> dict[str, Any]:
     """Return a run's status as plain JSON values."""
     return asdict(seen) | {"state": seen.state}
-
-
-def _asked_to_stop(run: Run) -> frozenset[str]:
-    if not records.numbers_in(run.store, stopping.FOLDER):
-        return frozenset()
-    members = (island.name for island in run.config.members)
-    return frozenset(name for name in members if stopping.is_asked(run, name))
 
 
 def _heard(run: Run, islands: Sequence[IslandStatus]) -> tuple[IslandStatus, ...]:

@@ -6,7 +6,7 @@ there; nobody has to be reached.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -48,6 +48,17 @@ def is_asked(run: Run, island: str | None = None) -> bool:
     return entry is not None and entry[1]
 
 
+def asked(run: Run) -> frozenset[str]:
+    """Return the islands that were asked to stop and not to go on since."""
+    newest: dict[str, bool] = {}
+    for whom, is_stop in _entries(run):
+        for name in [island.name for island in run.config.members] if whom is None else [whom]:
+            newest.setdefault(name, is_stop)
+        if whom is None:
+            break  # whatever is older concerns nobody any more
+    return frozenset(name for name, is_stop in newest.items() if is_stop)
+
+
 def let_go_on(run: Run, new_attempt: NewAttempt, island: str | None = None) -> None:
     """Take back requests to stop: those that concern one island alone, or, with None, every one.
 
@@ -64,16 +75,18 @@ def let_go_on(run: Run, new_attempt: NewAttempt, island: str | None = None) -> N
 
 def _newest(run: Run, island: str | None) -> tuple[str | None, bool] | None:
     """Return (whom, is_stop) of the newest entry that concerns an island; for None, that concerns everybody."""
+    return next((entry for entry in _entries(run) if entry[0] in (None, island)), None)
+
+
+def _entries(run: Run) -> Iterator[tuple[str | None, bool]]:
+    """Yield (whom, is_stop) of each entry, the newest first."""
     for number in sorted(records.numbers_in(run.store, FOLDER), reverse=True):
         name = names.numbered(FOLDER, number)
         try:
             body, _ = records.require(run.store, name)
-            whom, is_stop = records.parsed(name, _read, body)
+            yield records.parsed(name, _read, body)
         except DamagedObject:
             continue  # `verify` names it; it must not end whoever looks here
-        if whom is None or whom == island:
-            return whom, is_stop
-    return None
 
 
 def _read(body: Mapping[str, Any]) -> tuple[str | None, bool]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -217,13 +217,7 @@ def test_a_restarted_worker_is_shielded_and_has_its_threads_too(own: Cluster) ->
 def test_a_call_after_the_only_workers_end_does_not_wait_for_that_one(
     own: Cluster, number: signal.Signals
 ) -> None:
-    before = own.call(process_of, None)
-    assert before.is_done(60)
-    process = before.result()
-    os.kill(process, number)
-    wait_for(lambda: not own._client.run_on_scheduler(num_at_work), 30)
-    call = _kept_for(own, before.place, process_of, None)
-    assert own._client.run_on_scheduler(num_at_work) == 0, "its successor came too soon to tell"
+    process, call = _call_kept_for_one_that_ends(own, number)
     assert call.is_done(60)
     assert call.result() != process
 
@@ -238,9 +232,7 @@ def test_a_call_at_work_for_long_is_begun_once(own: Cluster, tmp_path: Path) -> 
 
 
 def test_a_call_that_has_just_failed_is_not_begun_anew(own: Cluster) -> None:
-    before = own.call(process_of, None)
-    assert before.is_done(60)
-    before.result()
+    result_of(own, process_of, None)
     call = own.call(refuse, "once")
     assert call._is_over(time.monotonic() + 60)
     call._unbind()
@@ -252,13 +244,7 @@ def test_a_call_that_has_just_failed_is_not_begun_anew(own: Cluster) -> None:
 def test_a_call_is_looked_at_again_where_its_scheduler_did_not_say(
     own: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = own.call(process_of, None)
-    assert before.is_done(60)
-    process = before.result()
-    os.kill(process, signal.SIGKILL)
-    wait_for(lambda: not own._client.run_on_scheduler(num_at_work), 30)
-    call = _kept_for(own, before.place, process_of, None)
-    assert own._client.run_on_scheduler(num_at_work) == 0, "its successor came too soon to tell"
+    process, call = _call_kept_for_one_that_ends(own, signal.SIGKILL)
     monkeypatch.setattr("infra.clusters._ANSWER_SECONDS", 0.0)
     assert not call.is_done(3.0)
     monkeypatch.undo()
@@ -266,10 +252,17 @@ def test_a_call_is_looked_at_again_where_its_scheduler_did_not_say(
     assert call.result() != process
 
 
-def _kept_for(
-    cluster: Cluster, place: Sequence[str], function: Callable[[Any], Any], argument: object
-) -> Call[Any]:
-    return Call(cluster._client, partial(cluster._submit, function, argument), place, {})
+def _call_kept_for_one_that_ends(cluster: Cluster, number: signal.Signals) -> tuple[int, Call[int]]:
+    """End the only worker, and return its process with a call made for it before another one is there."""
+    before = cluster.call(process_of, None)
+    assert before.is_done(60)
+    process = before.result()
+    os.kill(process, number)
+    wait_for(lambda: not cluster._client.run_on_scheduler(num_at_work), 30)
+    submit = partial(cluster._submit, process_of, None)
+    call: Call[int] = Call(cluster._client, submit, before.place, {})
+    assert cluster._client.run_on_scheduler(num_at_work) == 0, "its successor came too soon to tell"
+    return process, call
 
 
 def num_at_work(dask_scheduler: Any) -> int:

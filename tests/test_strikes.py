@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from infra import guard, processes, services, settings
-from infra.holding import Hold
 from infra.link import Link
 from islands import chaos, names
 from islands.chaos import Fault, Plan
@@ -251,49 +250,6 @@ def test_what_is_held_is_not_woken_by_another_fault(run: Run, counter: Counter) 
     assert under_way.waiting == [slow]
     assert counter.stands_still()
     under_way.close()
-
-
-def test_a_process_stands_still_until_the_longer_of_two_plans_lets_it_go(
-    run: Run, counter: Counter
-) -> None:
-    register(run, counter.where)
-    longer, _ = begin(run, Fault("stop", island="east", after_seconds=0.0, seconds=600.0))
-    longer.look()
-    shorter, _ = begin(run, Fault("stop", island="east", after_seconds=0.0, seconds=0.5))
-    shorter.look()
-    wait_until(lambda: shorter.look() or shorter.is_done, 30)
-    time.sleep(1.5)
-    assert counter.stands_still()
-    longer.close()
-    assert counter.counts_on()
-
-
-def test_a_process_goes_on_when_who_stopped_it_is_killed(counter: Counter) -> None:
-    asker = (
-        "import json, sys, time\n"
-        "from infra.holding import Hold\n"
-        "hold = Hold([json.loads(sys.argv[1])], seconds=600.0)\n"
-        "print(hold.num_held, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    command = [sys.executable, "-c", asker, json.dumps(counter.where)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"1\n"
-        assert counter.stands_still()
-        process.kill()
-    assert counter.counts_on()
-
-
-def test_a_process_goes_on_when_what_holds_it_is_killed(counter: Counter) -> None:
-    hold = Hold([counter.where], seconds=600.0)
-    assert counter.stands_still()
-    hold._process.kill()
-    hold._process.wait()
-    assert hold.is_over
-    assert counter.stands_still()
-    hold.release()
-    assert counter.counts_on()
 
 
 # --- targets ---
